@@ -76,14 +76,12 @@ def schemes() -> dict[str, tuple[Any, ...]]:
 
 def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
     """Write all checkpoints; yield of each its case, its folder, that of the same weights in 16 bits, and its facts."""
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
     from tests.kit import rtn, tiny
     from vlmcompress.api import Recipe, quantize
-    from vlmcompress.export import write as checkpoint
     from vlmcompress.export.convert import convert
     from vlmcompress.export.launch_files import launch_facts
-    from vlmcompress.export.layer_targets import describe_layers
 
     result = schemes()
     for family in families:
@@ -97,17 +95,8 @@ def write(families: list[str], place: Path) -> Iterator[dict[str, Any]]:
                     settings = {"scheme": "rtn", "options": {"group_size": 32}, "embeddings": "w8a16", "head": "w4a16"}
                     quantize(Recipe.of(source, first, **settings))
                 elif not first.exists():
-                    main, *others = (rtn.parts(source, scheme) for scheme in result[case])
-                    other = others[0].quantized if others else main.quantized
-                    quantized = {k: other[k] if "down_proj" in k else v for k, v in main.quantized.items()}
-                    layers = describe_layers(
-                        {name: scheme for name, (_, scheme, _) in quantized.items()},
-                        main.source.meta_model,
-                        main.source.written,
-                        main.source.spec,
-                        stored=main.source.stored,
-                    )
-                    checkpoint.write(replace(main, quantized=quantized, layers=layers), first)
+                    scheme, *others = result[case]
+                    rtn.write(source, first, scheme, down=others[0] if others else None)
                 out = place / family / f"{form}-{case}"
                 for folder, name in ((plain, "bf16"), (out, form)):
                     if not folder.exists():

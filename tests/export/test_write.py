@@ -52,9 +52,9 @@ def test_every_tensor_is_copied_or_replaced(source, out):
     """Oracle: the official reader. Untouched tensors are equal under their old names, the others are the exporter's."""
     parts = rtn.parts(source, W4)
     checkpoint.write(parts, out)
-    expected = load(source)
+    expected, names = load(source), models.Source.of(source).names
     for module, values in parts.quantized.items():
-        prefix = parts.source.names[f"{module}.weight"].removesuffix("weight")
+        prefix = names[f"{module}.weight"].removesuffix("weight")
         del expected[f"{prefix}weight"]
         expected |= {prefix + name: tensor for name, tensor in compressed_tensors.tensors(*values).items()}
     got = load(out)
@@ -63,12 +63,12 @@ def test_every_tensor_is_copied_or_replaced(source, out):
 
 
 def test_changed_parameters_and_kv_scales(source, out):
-    parts = rtn.parts(source, W4, kv_cache=True)
     norm = "model.language_model.layers.0.input_layernorm.weight"
-    value = load(source)[parts.source.names[norm]] * 2
-    checkpoint.write(replace(parts, changed={norm: value.to(torch.float64)}), out)  # stored as the original is
+    name = models.Source.of(source).names[norm]
+    value = load(source)[name] * 2
+    rtn.write(source, out, W4, kv_cache=True, changed={norm: value.to(torch.float64)})  # stored as the original is
     got = load(out)
-    assert got[parts.source.names[norm]].dtype == value.dtype and torch.equal(got[parts.source.names[norm]], value)
+    assert got[name].dtype == value.dtype and torch.equal(got[name], value)
     assert got["language_model.model.layers.1.self_attn.k_scale"].tolist() == pytest.approx([0.02], rel=2**-8)
     assert got["language_model.model.layers.1.self_attn.v_scale"].tolist() == pytest.approx([0.03], rel=2**-8)
 
@@ -159,14 +159,14 @@ def test_progress_ends_at_the_total(source, out):
 
 
 def test_quantized_source_is_refused(source, out):
-    parts = rtn.parts(source, W4)
-    checkpoint.write(parts, out)
+    rtn.write(source, out, W4)
+    whole = models.Source.of(source)
     with pytest.raises(UserError, match="quantized already"):
-        checkpoint.write(replace(parts, source=replace(parts.source, path=out)), out.with_name("again"))
+        checkpoint.written_config(replace(whole, path=out), {})
     assert os.listdir(out.parent) == ["out"]
 
 
-def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
+def broken(tmp_path, source, monkeypatch, kind: str) -> tuple:
     """A checkpoint, further arguments of `write`, and a world in which it must fail."""
     parts, keys = rtn.parts(source, W4), dict[str, Any]()
     if kind == "full":
@@ -184,15 +184,15 @@ def broken(tmp_path, source, monkeypatch, kind: str) -> dict:
     elif kind == "source vanishes":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        parts = replace(parts, source=replace(parts.source, path=copy))
+        parts = rtn.parts(copy, W4)
         keys["progress"] = lambda done, total: (copy / "model.safetensors").unlink(missing_ok=True)
     elif kind == "source shrinks":
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
-        parts = replace(parts, source=replace(parts.source, path=copy))
+        parts = rtn.parts(copy, W4)
         keys["progress"] = lambda done, total: os.truncate(copy / "model.safetensors", 100)
     elif kind == "bad size":
-        keys["shard_size"] = "5 elephants"
+        parts = replace(parts, shard_size="5 elephants")
     return parts, keys
 
 
@@ -221,8 +221,7 @@ def test_a_failure_leaves_nothing(source, tmp_path, monkeypatch, kind, message):
 
 
 def test_a_wrong_shape_is_a_defect(source, out):
-    parts = rtn.parts(source, W4)
     norm = "model.language_model.norm.weight"
     with pytest.raises(ValueError, match="norm.weight"):
-        checkpoint.write(replace(parts, changed={norm: torch.zeros(3)}), out)
+        rtn.write(source, out, W4, changed={norm: torch.zeros(3)})
     assert not out.exists()

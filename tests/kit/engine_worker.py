@@ -41,7 +41,7 @@ def main() -> None:
     import vllm.entrypoints.llm  # noqa: F401, to be frozen
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    quicker.freeze()
+    quicker.freeze(engines=True)
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -29,7 +30,9 @@ def main() -> None:
         importlib.import_module(name)
     if pretended_cuda.SWITCH in os.environ:
         pretended_cuda.install()
-    quicker.freeze()
+    quicker.freeze(engines=True)
+    # vLLM 0.32 sets `spawn` on a CPU, whose engine would import vLLM anew; torch has one thread here, so that a fork is safe.
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     sys.executable = str(Path(address).with_name("python"))  # processes of the forks are forks, too
     link = caller(address, began)

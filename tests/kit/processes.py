@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -40,3 +41,19 @@ def session_ends(session: int, seconds: float = 20.0) -> bool:
     while session_members(session) and time.monotonic() < end:
         time.sleep(0.2)
     return not session_members(session)
+
+
+def folder_is_left(folder: Path, seconds: float = 20.0) -> bool:
+    """Whether no process works in a folder before the time is up."""
+
+    def occupied() -> bool:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "cwd").readlink() == folder:
+                    return True
+        return False
+
+    end = time.monotonic() + seconds
+    while occupied() and time.monotonic() < end:
+        time.sleep(0.2)
+    return not occupied()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from vlmcompress.export import write as checkpoint
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, Scheme, find_global_scale, round_to_nearest
+from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.utils import tensor_files
 
 SCHEMES = {
@@ -35,12 +37,20 @@ SCHEMES = {
 
 
 def parts(
-    folder: Path, scheme: Scheme | None, vision: Scheme | None = None, kv_cache: bool = False
+    folder: Path,
+    scheme: Scheme | None,
+    vision: Scheme | None = None,
+    *,
+    kv_cache: bool = False,
+    down: Scheme | None = None,
+    changed: Mapping[str, torch.Tensor] | None = None,
+    reducer: ReducerChoice | None = None,
 ) -> checkpoint.Checkpoint:
-    """What `export.write` writes."""
+    """What `export.write` writes. `down`: scheme of the layers `down_proj`; None: that of the others."""
     source = models.Source.of(folder)
     model, spec, names, entries = source.meta_model, source.spec, source.names, source.entries
-    chosen = [(group, scheme) for group in models.resolve_groups(model, spec) if scheme]
+    groups = models.resolve_groups(model, spec) if scheme else []
+    chosen = [(group, down if down and "down_proj" in group.linears[0] else scheme) for group in groups]
     chosen += [(group, vision) for group in models.vision_linears(model, spec) if vision]
     quantized = {}
     for group, group_scheme in chosen:
@@ -53,11 +63,14 @@ def parts(
         for name, weight in weights.items():
             result = round_to_nearest(weight, group_scheme.weights, scale_dtype=torch.bfloat16, global_scale=shared)
             quantized[name] = (result, group_scheme, input_scale)
-    attention = models.attentions(model, spec)
+    kv_scales = {name: torch.tensor([0.02, 0.03]) for name in models.attentions(model, spec) if kv_cache}
     recipe = {"model": str(folder), "scheme": "rtn", "seed": 0}
     return checkpoint.Checkpoint(
-        source=source,
+        original=folder,
+        files=folder,
+        tensors=checkpoint.plan_tensors(source, compressed_tensors, quantized, changed, kv_scales),
         quantized=quantized,
+        shapes={name: tuple(weight.q.shape) for name, (weight, *_) in quantized.items()},
         exporter=compressed_tensors,
         layers=describe_layers(
             {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},
@@ -67,15 +80,25 @@ def parts(
             stored=entries,
             kv_cache=kv_cache,
         ),
+        config=checkpoint.written_config(source, quantized, reducer),
         manifest=manifest.build(folder, family=spec.family, recipe=recipe, calibration=None, errors={}),
-        kv_scales={name: torch.tensor([0.02, 0.03]) for name in attention if kv_cache},
+        before=models.checkpoint_bytes(folder),
+        memory={source.written[parameter]: parameter for parameter in names},
+        family=spec.family,
     )
 
 
-def write(source: Path, out: Path, scheme: Scheme | None, vision: Scheme | None = None, **keys) -> dict:
-    """Quantize `source` into `out`; `keys` go to `Checkpoint` and `export.write`. Returns the quantized layers."""
-    result = parts(source, scheme, vision, keys.pop("kv_cache", False))
-    names = {field.name for field in fields(result)} & keys.keys()
-    result = replace(result, **{name: keys.pop(name) for name in names})
-    checkpoint.write(result, out, **keys)
+def write(
+    source: Path,
+    out: Path,
+    scheme: Scheme | None,
+    vision: Scheme | None = None,
+    *,
+    shard_size: str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+    **keys,
+) -> dict:
+    """Quantize `source` into `out`; `keys` go to `parts`. Returns the quantized layers."""
+    result = replace(parts(source, scheme, vision, **keys), shard_size=shard_size)
+    checkpoint.write(result, out, progress=progress)
     return result.quantized

@@ -108,15 +108,10 @@ def vlm(loaded, family) -> VLM:
     return loaded(family)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_count(vlm, size):
-    assert vlm.spec.layout(vlm.processor, *size, 1).tokens == placeholders(vlm, [size])
-
-
-def test_count_of_sizes_drawn_at_random(vlm):
+def test_count(vlm):
+    """Of sizes at the edges of settings, and of others drawn at random."""
     draw = random.Random(vlm.spec.family)
-    for _ in range(25):
-        size = (draw.randint(20, 400), draw.randint(20, 400))
+    for size in (*SIZES, *((draw.randint(20, 400), draw.randint(20, 400)) for _ in range(25))):
         assert vlm.spec.layout(vlm.processor, *size, 1).tokens == placeholders(vlm, [size]), size
 
 

@@ -83,7 +83,7 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     """Oracle: no single change of a group to another width that fits predicts less; and it beats a width for all."""
     base = recipe(world, None, {"budget": 3.9})
     work = make_plan(base)
-    assert work.undecided and work.budget
+    assert work.budget
     allocation = allocate.allocate_bits(work, progress=silent).allocation
     errors = {(entry["block"], entry["group"]): entry["predicted"] for entry in allocation["groups"]}
     chosen = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
@@ -119,7 +119,7 @@ def test_a_budget_shared_out_without_answers_says_so(world, capsys):
         (uninformed, "luq", None),
     ):
         work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
-        _, facts = allocate.decide(work, statistics, allocate.reader(work.source), silent)
+        _, facts = allocate.decide(work, statistics, silent)
         said = capsys.readouterr().err
         assert re.search(says, said) if says else not said
         assert facts["unit"] == ("nats" if statistics is collected else "relative squared output error")

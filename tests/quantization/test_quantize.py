@@ -20,7 +20,7 @@ from tests.kit import calibration_rows, forks, tiny
 from tests.kit.pictures import film
 from vlmcompress import cli, models
 from vlmcompress.evaluation.doctor import files as doctor
-from vlmcompress.quantization import blocks as quantize_blocks
+from vlmcompress.quantization import run
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks
@@ -153,14 +153,14 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, sche
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
     """Gram matrices are the largest thing in memory: a block's must be gone before the next one is solved."""
     references: list[weakref.ref] = []
-    solve = quantize_blocks.solve_block
+    solve = run.solve_block
 
     def solve_block(groups, weights, stats, *extra):
         assert stats and not any(old() is not None for old in references)
         references.extend(weakref.ref(group_stats) for group_stats in stats.values())
         return solve(groups, weights, stats, *extra)
 
-    monkeypatch.setattr(quantize_blocks, "solve_block", solve_block)
+    monkeypatch.setattr(run, "solve_block", solve_block)
     quantize(recipe(world, tmp_path / "out", "gptq", options={"group_size": 64}))
     assert len(references) >= 8  # four groups a block
 

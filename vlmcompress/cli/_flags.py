@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vlmcompress.utils.errors import UserError, closest, did_you_mean
@@ -356,6 +357,14 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     for setting in args.set:
         assign(values, setting)
     return values
+
+
+def check_model(name: str) -> None:
+    """Raise `UserError` for a MODEL, a path or an id, that is a path with no model, before libraries are imported."""
+    from vlmcompress.utils import hub, model_folder
+
+    if hub.parse_repository(name) is None:
+        model_folder.check_model(Path(name))
 
 
 def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:

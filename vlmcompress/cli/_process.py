@@ -141,15 +141,17 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers' models without scikit-learn, which transformers imports for assisted decoding if it is installed.
+    """Import transformers' models without scikit-learn and scipy, which transformers imports if they are installed.
 
-    That, with scipy and pandas, takes a quarter of a quick verb's time. Other importers of scikit-learn still get it.
+    They, with pandas, take a third of a quick verb's time. Other importers still get them.
     """
-    if "transformers" in sys.modules or "sklearn" in sys.modules:
-        return
-    # transformers 5.17 `generation/candidate_generator.py` imports `sklearn.metrics.roc_curve` where it finds the package.
-    sys.modules["sklearn"] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
+    # transformers 5.17 imports `sklearn.metrics.roc_curve` in `generation/candidate_generator.py`, for assisted decoding, and
+    # `scipy.optimize` in `loss/loss_for_object_detection.py`.
+    unused = [name for name in ("sklearn", "scipy") if name not in sys.modules]
+    for name in unused:
+        sys.modules[name] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
     try:
         from transformers import AutoModelForImageTextToText  # noqa: F401
     finally:
-        del sys.modules["sklearn"]
+        for name in unused:
+            del sys.modules[name]

@@ -13,7 +13,7 @@ from typing import Any
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, written_text
-from vlmcompress.utils import distributed, hub
+from vlmcompress.utils import distributed, hub, model_folder
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.text import size, table
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> Outcome:
     for name in args.needs.split(",") if args.needs else ():
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
+    model_folder.check_model(recipe.model)
     from vlmcompress.quantization.calibrate import calibrate, statistics_needed
 
     if args.readers:

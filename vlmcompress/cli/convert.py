@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vlmcompress.cli import _flags
 from vlmcompress.cli._outcome import Outcome
 from vlmcompress.cli.export import carry_out, converting
 
@@ -24,4 +25,5 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint in the chosen format."""
     from vlmcompress.utils import hub
 
+    _flags.check_model(args.model)
     return carry_out(hub.local(args.model), args)

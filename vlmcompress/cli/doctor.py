@@ -10,7 +10,7 @@ from typing import Any
 from vlmcompress.cli import _process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, GATE, OK, Outcome, findings_text
-from vlmcompress.utils import hub
+from vlmcompress.utils import hub, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+        model_folder.check_written(Path(args.out))
         _process.import_transformers()
         from vlmcompress.evaluation.doctor.draft import examine_draft
         from vlmcompress.evaluation.doctor.files import diagnose

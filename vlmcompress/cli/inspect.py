@@ -27,6 +27,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Draw which tokens of each image are kept, merged and dropped, and count them."""
+    out = Path(args.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: a picture is written; name it FILE.png")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name the file to write")
+    _flags.check_model(args.model)
     _process.import_transformers()
     from vlmcompress.models import load, read_config, spec_for
     from vlmcompress.models.data.encode import encode_prompt
@@ -37,11 +43,6 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.reduction.support import family_refusal
     from vlmcompress.utils.folders import save_files
 
-    out = Path(args.out)
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: a picture is written; name it FILE.png")
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; name the file to write")
     reducers = [parse_reducer(text) for text in args.reduce]
     model = hub.local(args.model)
     family = spec_for(read_config(model))

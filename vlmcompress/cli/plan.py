@@ -75,13 +75,23 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--plot {args.plot} should end in .svg")
     if args.plot and not Path(args.plot).parent.is_dir():
         raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
+    _flags.check_model(args.model)
+    reducer = None
+    if args.reduce:
+        from vlmcompress.reduction.choice import parse_reducer  # which brings torch along
+
+        reducer = parse_reducer(args.reduce)
     _process.import_transformers()
     from vlmcompress.engines.vllm.served_model import read_served_model
+    from vlmcompress.evaluation.capacity import weight_bytes
     from vlmcompress.evaluation.capacity.capacity import CapacityRequest, plan_capacity
-    from vlmcompress.reduction.choice import parse_reducer
+    from vlmcompress.export.draft_folder import Draft
     from vlmcompress.reduction.visual_count import Pictures
 
-    reducer = parse_reducer(args.reduce) if args.reduce else None
+    if args.speculative:
+        fields["speculative"] = weight_bytes.parse_speculation(args.speculative)
+    if args.draft:
+        fields["draft"] = Draft.of(Path(hub.local(args.draft)))
     request = CapacityRequest(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
     model = read_served_model(Path(hub.local(args.model, weights="headers")))
     capacity = plan_capacity(model, request)
@@ -97,8 +107,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `capacity.plan.Request` but its reducer, checked; `pictures` are images and video."""
-    from vlmcompress.evaluation.capacity import weight_bytes
+    """The fields of a `CapacityRequest` but its reducer and what drafts, checked; `pictures` are images and video."""
     from vlmcompress.recipe import targets
 
     if args.draft and args.speculative:
@@ -121,11 +130,6 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         video = int(match[1]), int(match[2]), int(match[3])
     texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
     memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
-    draft = None
-    if args.draft:
-        from vlmcompress.export.draft_folder import Draft
-
-        draft = Draft.of(Path(hub.local(args.draft)))
     return {
         "pictures": ((image,) * images, video),
         "text": args.text_tokens,
@@ -134,8 +138,6 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "target_name": args.target,
         "tp": args.tp,
         "kv_cache": args.kv_cache,
-        "speculative": weight_bytes.parse_speculation(args.speculative) if args.speculative else None,
-        "draft": draft,
         "memory": memory,
         "reserve": reserve,
         "space": space,

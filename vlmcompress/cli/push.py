@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _process
 from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Check names and files, then show or upload."""
+    model_folder.check_written(Path(args.out))
     _process.import_transformers()
     from vlmcompress.evaluation.doctor.draft import examine_draft
     from vlmcompress.evaluation.doctor.files import diagnose

@@ -16,7 +16,7 @@ from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
 from vlmcompress.export import readers
-from vlmcompress.utils import distributed, hub, json_files
+from vlmcompress.utils import distributed, folders, hub, json_files, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.registry import FORMATS
@@ -40,50 +40,49 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint; with `--dry-run`, show the plan."""
+    from vlmcompress.export.manifest import MANIFEST
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
-    if args.tp != 1:
-        count = _flags.devices(args)
-        _process.import_transformers()
+    recipe, count = resolved.recipe, _flags.devices(args)
+    out = recipe.out if args.dry_run else recipe.output
+    model_folder.check_model(recipe.model)
+    if out is not None:
+        folders.check_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
+    _process.import_transformers()
+    if count != 1:
         from vlmcompress.quantization.plan import devices
         from vlmcompress.quantization.plan.plan import make_plan
 
-        if problem := devices.devices_problem(make_plan(resolved.recipe), count):
+        if problem := devices.devices_problem(make_plan(recipe), count):
             raise UserError(problem)
     if args.dry_run:
-        return _planned(resolved, values, args.recipe, args.overwrite)
+        return _planned(resolved, values, args.recipe)
     from vlmcompress.quantization.run import quantize
 
     with closing(ProgressBar()) as progress:
-        done = quantize(resolved.recipe, restart=args.restart, overwrite=args.overwrite, progress=progress)
+        done = quantize(recipe, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():
         return OK, None, ""
     for line in done.manifest["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-    data = result(done.out, hub.display_path(resolved.recipe.model), done.manifest, time.monotonic() - args.began)
+    data = result(done.out, hub.display_path(recipe.model), done.manifest, time.monotonic() - args.began)
     return OK, data, text(data, args.verbose)
 
 
-def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None, overwrite: bool) -> Outcome:
+def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) -> Outcome:
     """The outcome of `--dry-run`, with the bit widths of groups where statistics decide them.
 
     Args:
         resolved: the recipe; of its model only headers may have been fetched.
         values, file: recipe values of flags and the recipe file, to resolve it again with the weights.
-        overwrite: whether OUT may be there, if it is ours.
     """
-    _process.import_transformers()
-    from vlmcompress.export.manifest import MANIFEST
     from vlmcompress.quantization.plan import devices
     from vlmcompress.quantization.plan.calibration_data import preview_data
     from vlmcompress.quantization.plan.plan import make_plan
-    from vlmcompress.utils import folders
 
     recipe = resolved.recipe
-    if recipe.out is not None:
-        folders.check_out(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)
     plan = make_plan(recipe)
     preview = preview_data(plan)
     if recipe.out is not None and plan.statistics:
@@ -129,7 +128,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
     prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
     shared = allocation_text(plan.allocation) if plan.allocation else ""
-    if plan.undecided:
+    if plan.budget:
         shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
     read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
     totals = [

@@ -37,12 +37,14 @@ def run(args: argparse.Namespace) -> Outcome:
     """Count the tokens, the work on them and the cache that they fill."""
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
+    sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
+    _flags.check_model(args.model)
+    from vlmcompress.reduction.choice import compared  # which brings torch along
+
+    resize, reducers = compared(args.reduce)
     _process.import_transformers()
     from vlmcompress.quantization.plan import prompt_cost
-    from vlmcompress.reduction.choice import compared
 
-    sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
-    resize, reducers = compared(args.reduce)
     model = hub.local(args.model, weights="none")
     costs = prompt_cost.prompt_costs(model, sizes, args.question, reducers, CACHE_BYTES.get(args.kv_cache), resize)
     for note in costs.notes:

@@ -17,7 +17,7 @@ from vlmcompress.export.formats import ExportFormat, Writer, files_problems, for
 from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.stored import Stored
-from vlmcompress.export.write import Content, OutputTensor, cast_entry, write_folder
+from vlmcompress.export.write import Checkpoint, OutputTensor, cast_entry, write
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import folders
@@ -84,7 +84,9 @@ def convert(
             f"the scales of the FP8 KV cache were left out, as {format} has no place for them: engines keep keys and values in "
             "16 bits"
         )
-    content = Content(
+    checkpoint = Checkpoint(
+        original=source,
+        files=source,
         tensors=tensors,
         quantized=stored,
         shapes={name: layer.shape for name, layer in stored.layers.items()},
@@ -93,12 +95,12 @@ def convert(
         config=config,
         manifest=record,
         before=before,
-        extra_files={},
         memory={name: parameter for parameter, name in written.items()},
         family=stored.spec.family,
+        shard_size=shard_size,
     )
     with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
-        return write_folder(source, out, content, shard_size=shard_size, progress=progress)
+        return write(checkpoint, out, overwrite=overwrite, progress=progress)
 
 
 def _layers(stored: Stored, written: Mapping[str, str], format: ExportFormat) -> Layers:

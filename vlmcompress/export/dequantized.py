@@ -34,7 +34,7 @@ def outline(path: Path) -> Source:
     specs = {tensor.name: tensor.spec for tensor in written_tensors(stored, FORMATS.get(FORMAT))}
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     names = models.written_names(stored.names, stored.spec)
-    return Source(path, config, stored.spec, stored.meta_model, specs, names)
+    return Source(path, config, stored.spec, stored.meta_model, specs, names, headers=False)
 
 
 def write_dequantized(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:

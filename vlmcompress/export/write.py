@@ -25,7 +25,6 @@ from vlmcompress.export.formats import ExportFormat, Parts, Writer
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import (
     Source,
-    checkpoint_bytes,
     load_processor,
     quiet_transformers,
     read_config,
@@ -61,22 +60,26 @@ class OutputTensor:
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a checkpoint consists of, besides the files that are copied.
+class Checkpoint:
+    """What a checkpoint consists of.
 
     Attributes:
+        original: folder of the model that it is made from; `files`: that whose other files are copied.
         tensors: in the order in which they are written.
-        quantized: linear layer -> weight, scheme, input scale. Each is read once, when its turn comes.
+        quantized: linear layer (memory name) -> weight, scheme, input scale. Each is read once, when its turn comes.
         shapes: linear layer that is quantized -> its weight's.
-        exporter: the format that is written; layers: what its config files say.
+        exporter: the format that is written, a module of `vlmcompress.export.formats`; `layers`: what its config files say.
         config: what config.json holds besides the format's block.
-        manifest: the manifest without sizes and hashes.
+        manifest: what `manifest.build` returned; files and sizes are added.
         before: bytes of the original's tensors.
-        extra_files: name of a further file, or of one that differs from the source's -> bytes, or what is written as JSON.
         memory: name of a tensor in the output -> memory name of the parameter.
         family: name of the model's family.
+        extra_files: name of a further file, or of one that differs from the original's -> bytes, or what is written as JSON.
+        shard_size: largest weight file.
     """
 
+    original: Path
+    files: Path
     tensors: list[OutputTensor]
     quantized: Mapping[str, Quantized]
     shapes: Mapping[str, tuple[int, ...]]
@@ -85,133 +88,63 @@ class Content:
     config: dict
     manifest: dict
     before: int
-    extra_files: Mapping[str, Mapping | bytes]
     memory: Mapping[str, str]
     family: str
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A compressed checkpoint: the model that it is made from, and what it has in place of that model's tensors and settings.
-
-    Attributes:
-        source: the 16-bit model whose tensors are written where nothing else is said.
-        exporter: the format that is written, a module of `vlmcompress.export.formats`; layers: what its config files say.
-        manifest: what `manifest.build` returned; files and sizes are added when it is written.
-        quantized: linear layer (memory name) -> weight, scheme, input scale. Each key is read twice (layout, then data), so a
-            lazy mapping works.
-        changed: parameter (memory name) -> new value, for norms and biases that took a scale in.
-        kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
-        reducer: the reducer of visual tokens that the checkpoint carries; None: none.
-        counter: computes how many tokens an image keeps, for a reducer that needs the number.
-        extra_files: as of `Content`.
-        settings: entries of config.json that differ from the source's.
-        original: folder of the checkpoint that the source was made from; None: the source's.
-        files: folder whose other files are copied; None: that of the original.
-    """
-
-    source: Source
-    exporter: Writer
-    layers: Layers
-    manifest: dict
-    quantized: Mapping[str, Quantized]
-    changed: Mapping[str, Tensor] = field(default_factory=dict)
-    kv_scales: Mapping[str, Tensor] = field(default_factory=dict)
-    reducer: ReducerChoice | None = None
-    counter: TokenCounter | None = None
     extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    original: Path | None = None
-    files: Path | None = None
+    shard_size: str | int = "5GB"
 
 
 def write(
     checkpoint: Checkpoint,
     out: Path,
     *,
-    shard_size: str | int = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Write the folder `out`, which appears whole or not at all, and return its manifest.
 
     Args:
-        shard_size: largest weight file, such as `5GB`.
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
     """
-    source, quantized = checkpoint.source, checkpoint.quantized
-    folders.check_out(source.path, out, overwrite=overwrite, mark=MANIFEST)
-    config = read_config(source.path, weights=False)
-    refuse_quantized(source.path, config)
-    tensors = plan_tensors(checkpoint)
-    names = [entry.name for entry in source.entries.values()]
-    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **checkpoint.settings}
-    # Tensors that stay are copied as bytes, so config.json has to say what they are: types, ties, heads that draft.
-    config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
-    config = source.float_type.config(config)
-    if checkpoint.reducer:
-        config = reducer_block.config_with_reducer(config, checkpoint.reducer, checkpoint.counter)
-    original = checkpoint.original or source.path
-    content = Content(
-        tensors=tensors,
-        quantized=quantized,
-        shapes={layer: source.specs[source.names[f"{layer}.weight"]].shape for layer in quantized},
-        exporter=checkpoint.exporter,
-        layers=checkpoint.layers,
-        config=config,
-        manifest=checkpoint.manifest,
-        before=checkpoint_bytes(original),
-        extra_files=checkpoint.extra_files,
-        memory={source.written[parameter]: parameter for parameter in source.names},
-        family=source.spec.family,
-    )
-    return write_folder(original, out, content, files=checkpoint.files, shard_size=shard_size, progress=progress)
-
-
-def write_folder(
-    source: Path,
-    out: Path,
-    content: Content,
-    *,
-    files: Path | None = None,
-    shard_size: str | int,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict:
-    """Write `out`, which `folders.check` has allowed, with copies of the other files of `files` (None: `source`); return its
-    manifest."""
-    limit, warnings = parse_bytes(shard_size, "shard_size"), list[str]()
-    folder = files or source
+    folders.check_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
+    limit, warnings = parse_bytes(checkpoint.shard_size, "shard_size"), list[str]()
     # The source's model card is kept under another name.
-    places = {place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(folder)}
-    copied = [(folder / name, place) for name, place in places.items() if str(place) not in content.extra_files]
-    needed = sum(tensor.spec.nbytes for tensor in content.tensors)
+    places = {
+        place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(checkpoint.files)
+    }
+    copied = [
+        (checkpoint.files / name, place) for name, place in places.items() if str(place) not in checkpoint.extra_files
+    ]
+    needed = sum(tensor.spec.nbytes for tensor in checkpoint.tensors)
     folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
     with folders.new_folder(out) as tree:
-        configs = content.exporter.configs(content.layers)
+        configs = checkpoint.exporter.configs(checkpoint.layers)
         block = configs.pop("config.json", None)
-        write_json(tree / "config.json", content.config | ({"quantization_config": block} if block else {}))
-        for name, file_content in {**configs, **content.extra_files}.items():
+        write_json(tree / "config.json", checkpoint.config | ({"quantization_config": block} if block else {}))
+        for name, content in {**configs, **checkpoint.extra_files}.items():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(file_content, bytes):
-                (tree / name).write_bytes(file_content)
+            if isinstance(content, bytes):
+                (tree / name).write_bytes(content)
             else:
-                write_json(tree / name, dict(file_content))
+                write_json(tree / name, dict(content))
         for file, place in copied:
             (tree / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / place)
         with phase("writing"):
-            if hasattr(content.exporter, "write_files"):
-                parts = _parts(tree, content, source.name)
-                tokens = tokenizers.compare_tokenizers(content.exporter, tree, parts.config)
+            if hasattr(checkpoint.exporter, "write_files"):
+                parts = _parts(tree, checkpoint)
+                tokens = tokenizers.compare_tokenizers(checkpoint.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
                 warnings += [tokens.warning] if tokens.warning else []
-                after = content.exporter.write_files(tree, content.family, parts, progress)
+                after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
             else:
-                after = write_weights(tree, content.tensors, limit, content.quantized, content.exporter, progress)
-        size = {"weights_before": content.before, "weights_after": after}
-        record = content.manifest | {"size": size, "tensors": len(content.tensors), "timing": phase_seconds()}
+                after = write_weights(
+                    tree, checkpoint.tensors, limit, checkpoint.quantized, checkpoint.exporter, progress
+                )
+        size = {"weights_before": checkpoint.before, "weights_after": after}
+        record = checkpoint.manifest | {"size": size, "tensors": len(checkpoint.tensors), "timing": phase_seconds()}
         record["warnings"] = [*record.get("warnings", ()), *warnings]
         launch_files.write_launch_files(tree, record, out.name)
         (tree / card.CARD).write_text(card.render_card(record, tree, out.name), encoding="utf-8")
@@ -220,12 +153,12 @@ def write_folder(
     return record
 
 
-def _parts(tree: Path, content: Content, title: str) -> Parts:
+def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
     """The content for a format with files of its own; `tree` holds the config and the processor that are written."""
     with quiet_transformers():
         config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
         processor = load_processor(tree, False)
-    plain = {content.memory.get(t.name, t.name): t for t in content.tensors if not isinstance(t.origin, tuple)}
+    plain = {checkpoint.memory.get(t.name, t.name): t for t in checkpoint.tensors if not isinstance(t.origin, tuple)}
 
     def read(name: str) -> Tensor:
         origin = plain[name].origin
@@ -233,24 +166,61 @@ def _parts(tree: Path, content: Content, title: str) -> Parts:
             return tensor_files.read_tensor(origin)
         return origin() if callable(origin) else cast(Tensor, origin)
 
+    schemes = {names[0]: scheme for names, scheme in checkpoint.layers.quantized.items()}
     return Parts(
         specs={name: tensor.spec for name, tensor in plain.items()},
         read=read,
         entries={name: tensor.origin for name, tensor in plain.items() if isinstance(tensor.origin, Entry)},
-        layers={names[0]: (scheme, content.shapes[names[0]]) for names, scheme in content.layers.quantized.items()},
-        quantized=content.quantized,
+        layers={name: (scheme, checkpoint.shapes[name]) for name, scheme in schemes.items()},
+        quantized=checkpoint.quantized,
         config=config,
         image=processor.image_processor.to_dict(),
-        title=title,
+        title=checkpoint.original.name,
     )
 
 
-def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
-    """List what is written in place of each of the source's tensors."""
-    source, quantized, exporter = checkpoint.source, checkpoint.quantized, checkpoint.exporter
+def written_config(
+    source: Source,
+    quantized: Mapping[str, Quantized],
+    reducer: ReducerChoice | None = None,
+    counter: TokenCounter | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict:
+    """The content of config.json of a checkpoint made from `source`, but for the format's block.
+
+    Args:
+        quantized: as of `Checkpoint`.
+        reducer: the reducer of visual tokens that the checkpoint carries; None: none.
+        counter: computes how many tokens an image keeps, for a reducer that needs the number.
+        settings: entries that differ from the source's.
+    """
+    config = read_config(source.path, weights=False)
+    refuse_quantized(source.path, config)
+    names = [entry.name for entry in source.entries.values()]
+    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **(settings or {})}
+    # Tensors that stay are copied as bytes, so config.json has to say what they are: types, ties, heads that draft.
+    config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
+    config = source.float_type.config(config)
+    return reducer_block.config_with_reducer(config, reducer, counter) if reducer else config
+
+
+def plan_tensors(
+    source: Source,
+    exporter: Writer,
+    quantized: Mapping[str, Quantized],
+    changed: Mapping[str, Tensor] | None = None,
+    kv_scales: Mapping[str, Tensor] | None = None,
+) -> list[OutputTensor]:
+    """List what is written in place of each of the source's tensors.
+
+    Args:
+        exporter, quantized: as of `Checkpoint`. Each quantized layer is read, for its layout.
+        changed: parameter (memory name) -> new value, for norms and biases that took a scale in, and for trained weights.
+        kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
+    """
     names, written, entries = source.names, source.written, list(source.entries.values())
     layers = {names[f"{module}.weight"]: module for module in quantized}
-    values = {names[parameter]: value for parameter, value in checkpoint.changed.items()}
+    values = {names[parameter]: value for parameter, value in (changed or {}).items()}
     if overlap := layers.keys() & values.keys():
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
     tensors, renamed = list[OutputTensor](), {disk: written[memory] for memory, disk in names.items()}
@@ -280,7 +250,7 @@ def plan_tensors(checkpoint: Checkpoint) -> list[OutputTensor]:
             tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
-    for module, scales in checkpoint.kv_scales.items():
+    for module, scales in (kv_scales or {}).items():
         # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
         # transformers computes attention.
         below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))

@@ -354,7 +354,7 @@ class Source:
         meta_model: the model on the meta device, shapes only.
         stored: tensor name on disk -> type and shape.
         names: memory name of a parameter -> its name on disk.
-        headers: whether there are weight files; without, `stored` is what config.json asks for.
+        headers: whether `stored` is what the weight files hold; otherwise it is what they would hold.
         copies: name of a tensor that is not on disk -> that of the tensor whose value it has.
         choice: the type of floating tensors that is asked for (`FloatType.of`).
     """

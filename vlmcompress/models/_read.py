@@ -62,20 +62,8 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
         weights: False: weight files may be missing.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
-    if not any(path.iterdir()):
-        raise UserError(f"model folder {path} is empty; download the checkpoint into it")
-    if not (path / "config.json").is_file() and (path / "params.json").is_file():
-        raise UserError(
-            f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
-            "(config.json), of the type 'llava' or 'mistral3'"
-        )
+    model_folder.check_model(path)
     refuse_adapter(path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
     config = _normal(read_json(path / "config.json", "config"))
     check_sizes(config, path / "config.json")
     if weights:

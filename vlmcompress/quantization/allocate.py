@@ -5,13 +5,11 @@ Errors are predicted by `calibration.predict`; a rule of `recipe.allocation` cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vlmcompress.models import Group, Source
 from vlmcompress.models.devices import accelerator, full_float32
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import statistics_folder
@@ -19,18 +17,13 @@ from vlmcompress.quantization.calibration.predict import Predictor
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import statistics_match
-from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.plan.survey import Allocation
+from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe.allocation import RULES, GroupOption, Key
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.work_folder import WorkFolder
-
-Read = Callable[[str], Tensor]
-"""A function from a linear layer's memory name to its weight `[out, in]`."""
-
 
 STATISTICS = "statistics"
 """Name of the statistics that are collected for an allocation, in the run's work folder."""
@@ -46,8 +39,8 @@ def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progr
     if (statistics := plan.statistics) is None:
         assert work is not None
         statistics = _collected(plan, work, progress)
-    others, facts = decide(plan, statistics, reader(plan.source), progress)
-    return make_plan(plan.recipe, source=plan.source, allocation=Allocation(plan.budget, others, facts))
+    widths, facts = decide(plan, statistics, progress)
+    return replace(plan, widths=widths, allocation=facts).checked()
 
 
 def take_gradients(work: WorkFolder) -> None:
@@ -60,15 +53,12 @@ def take_gradients(work: WorkFolder) -> None:
 
 
 @full_float32()
-def decide(
-    plan: Plan, statistics: Statistics, read: Read, progress: Progress
-) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
+def decide(plan: Plan, statistics: Statistics, progress: Progress) -> tuple[dict[Key, QuantMethod], dict[str, Any]]:
     """Choose a method for each group, and describe the choice for the manifest.
 
     Args:
         plan: a plan that has `budget`.
         statistics: statistics of the model, with Gram matrices.
-        read: reads the weight of a linear layer.
         progress: called with (label, done, total).
     """
     budget, bits = plan.budget, plan.recipe.bits
@@ -78,8 +68,16 @@ def decide(
         remedy = statistics_match.remedy(statistics, lacking)
         raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
-        note(no_gradients_note(statistics))
-    errors = predicted(plan, statistics, read, progress)
+        if statistics.facts["calibration"]["tokens"]["answer"]:
+            why = f"statistics {statistics.folder} hold no gradients"
+            do = f"{statistics_match.remedy(statistics, ['gradient'])}, or take one width for all"
+        else:
+            why, do = "no calibration sample has an answer", "give samples with answers"
+        note(
+            f"{why}, so bits are shared out by relative output errors, which on a real language model lost to one width for "
+            f"all; {do}"
+        )
+    errors = predicted(plan, statistics, progress)
     order = {key: list(sizes) for key, sizes in budget.sizes.items()}
     candidates = {
         key: [GroupOption(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
@@ -89,78 +87,6 @@ def decide(
     except ValueError as error:
         raise UserError(f"bits.by {bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
-    unit = "nats" if "gradients" in statistics.facts else "relative squared output error"
-    groups = [group for block in plan.blocks for group in block]
-    others = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in groups}
-    return others, _facts(plan, picked, errors, unit)
-
-
-def no_gradients_note(statistics: Statistics) -> str:
-    """Say for people what statistics without gradients make of an allocation, why they have none, and what to do."""
-    if statistics.facts["calibration"]["tokens"]["answer"]:
-        why = f"statistics {statistics.folder} hold no gradients"
-        do = f"{statistics_match.remedy(statistics, ['gradient'])}, or take one width for all"
-    else:
-        why, do = "no calibration sample has an answer", "give samples with answers"
-    return (
-        f"{why}, so bits are shared out by relative output errors, which on a real language model lost to one width for all; "
-        f"{do}"
-    )
-
-
-def predicted(plan: Plan, statistics: Statistics, read: Read, progress: Progress) -> dict[Key, dict[str, float]]:
-    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow."""
-    assert plan.budget is not None
-    # `balance` weighs the modalities where there are no gradients to do so
-    balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
-    errors: dict[Key, dict[str, float]] = {}
-
-    def placed(name: str) -> Tensor:
-        return read(name).to(device)
-
-    for layer, groups in enumerate(plan.blocks):
-        stats = statistics.load(layer, device)[0] if groups else {}
-        for group in groups:
-            predictor, scale = predictor_of(group, stats.pop(group.name), statistics, placed, balance)
-            sums = errors.setdefault((layer, group.unit), {})
-            for name, method in sorted(plan.budget.widths.items(), key=_balance):  # as predictors want it
-                if name in plan.budget.sizes[layer, group.unit]:
-                    error = scale * predictor.error(method.module, method.options, smooths=smooths(group, groups))
-                    sums[name] = sums.get(name, 0.0) + error
-        progress("predicting", layer + 1, len(plan.blocks))
-    return errors
-
-
-def predictor_of(group: Group, stats: Any, statistics: Statistics, read: Read, balance: Any) -> tuple[Predictor, float]:
-    """The predictor of a group's errors, and the factor that makes them nats per answer token, where gradients are known.
-
-    The gradients are of the mean loss of a sample's k answer tokens; the Fisher information of a mean is 1/k of theirs, k^2 of
-    which the squares hold only once: hence k = answers / samples. Another 1 / samples makes the sum over all a mean.
-    """
-    weights = [read(name) for name in group.linears]
-    gradients = statistics.facts.get("gradients")
-    if gradients is None:
-        return Predictor(weights, stats, balance="off" if balance == "mbq" else balance), 1.0
-    squares = [gradients["blocks"][group.layer][name]["square"] for name in group.linears]
-    scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
-    return Predictor(weights, stats, squares, scale_dtype=weights[0].dtype), scale
-
-
-def smooths(group: Group, groups: Sequence[Group]) -> bool:
-    """Whether the op before a group can take a smoothing scale, as `calibration.solve` decides it."""
-    if group.smooth is None:
-        return False
-    return group.smooth_kind != "linear" or any(group.smooth in other.linears for other in groups)
-
-
-def reader(source: Source) -> Read:
-    """Make a function that reads weights from the checkpoint's files."""
-    return lambda name: tensor_files.read_tensor(source.entries[source.names[f"{name}.weight"]])
-
-
-def _facts(plan: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[str, float]], unit: str) -> dict:
-    budget, bits = plan.budget, plan.recipe.bits
-    assert budget is not None and bits is not None
     nbytes = sum(budget.sizes[key][name] for key, name in picked.items())
     everywhere = [name for name in budget.widths if all(name in sizes for sizes in budget.sizes.values())]
     uniform = {
@@ -170,12 +96,12 @@ def _facts(plan: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
         }
         for name in everywhere
     }
-    return {
+    facts = {
         **bits.model_dump(exclude_none=True, mode="json"),
         "among": list(budget.widths),
         "bits": round(budget.bits(nbytes), 4),
         "bytes": nbytes,
-        "unit": unit,
+        "unit": "nats" if "gradients" in statistics.facts else "relative squared output error",
         "predicted": sum(errors[key][name] for key, name in picked.items()),
         "uniform": uniform,
         "groups": [
@@ -183,11 +109,47 @@ def _facts(plan: Plan, picked: Mapping[Key, str], errors: Mapping[Key, Mapping[s
             for key in sorted(picked)
         ],
     }
+    return {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in plan.groups}, facts
 
 
-def _balance(width: tuple[str, QuantMethod]) -> str:
-    """What widths are sorted by: those without a balance first."""
-    return str(width[1].options.balance or "")
+def predicted(plan: Plan, statistics: Statistics, progress: Progress) -> dict[Key, dict[str, float]]:
+    """Predict errors, group or all experts of a block -> width -> error, for the widths that the shapes allow.
+
+    Where gradients are known, errors are in nats per answer token. The gradients are of the mean loss of a sample's k answer
+    tokens; the Fisher information of a mean is 1/k of theirs, k^2 of which the squares hold only once: hence the factor
+    k = answers / samples. Another 1 / samples makes the sum over all samples a mean.
+    """
+    budget, source = plan.budget, plan.source
+    assert budget is not None
+    gradients = statistics.facts.get("gradients")
+    # `balance` weighs the modalities where there are no gradients to do so
+    balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
+    widths = sorted(
+        budget.widths.items(), key=lambda width: str(width[1].options.balance or "")
+    )  # as predictors want it
+    errors: dict[Key, dict[str, float]] = {}
+    for layer, groups in enumerate(plan.blocks):
+        stats = statistics.load(layer, device)[0] if groups else {}
+        linears = {name for group in groups for name in group.linears}
+        for group in groups:
+            entries = [source.entries[source.names[f"{name}.weight"]] for name in group.linears]
+            weights = [tensor_files.read_tensor(entry).to(device) for entry in entries]
+            if gradients is None:
+                weighed = "off" if balance == "mbq" else balance
+                predictor, scale = Predictor(weights, stats.pop(group.name), balance=weighed), 1.0
+            else:
+                squares = [gradients["blocks"][layer][name]["square"] for name in group.linears]
+                predictor = Predictor(weights, stats.pop(group.name), squares, scale_dtype=weights[0].dtype)
+                scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
+            # whether the op before the group can take a smoothing scale, as `calibration.solve` decides it
+            smooths = group.smooth is not None and (group.smooth_kind != "linear" or group.smooth in linears)
+            sums = errors.setdefault((layer, group.unit), {})
+            for name, method in widths:
+                if name in budget.sizes[layer, group.unit]:
+                    error = scale * predictor.error(method.module, method.options, smooths=smooths)
+                    sums[name] = sums.get(name, 0.0) + error
+        progress("predicting", layer + 1, len(plan.blocks))
+    return errors
 
 
 def _collected(plan: Plan, work: WorkFolder, progress: Progress) -> Statistics:

@@ -6,6 +6,7 @@ those of one block. The model is not changed. What a killed run has finished is 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -30,7 +31,15 @@ from vlmcompress.quantization.calibration.statistics_folder import (
     processor_identity,
     save_statistics,
 )
-from vlmcompress.quantization.inputs import Result, derive_source, fit_reducer, read_inputs, run_settings
+from vlmcompress.quantization.inputs import (
+    Inputs,
+    Result,
+    derive_source,
+    fit_reducer,
+    naming,
+    read_inputs,
+    run_settings,
+)
 from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe.allocation import RULES
@@ -100,92 +109,79 @@ def calibrate(
     Raises:
         UserError: bad input; nothing was written.
     """
+    if "entropy" in needs and importlib.util.find_spec("sklearn") is None:
+        raise UserError("entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress")
     claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=NAME, restart=restart)
     with timed_phases(), claim as work, distributed.process_group():
-        return _calibrated(recipe, needs, likes, read, work, progress)
-
-
-def _calibrated(
-    recipe: Recipe,
-    needs: Collection[str],
-    likes: Collection[str],
-    read: Path | None,
-    work: WorkFolder,
-    progress: Progress,
-) -> Result:
-    if "entropy" in needs:
-        _need_sklearn()
-    work.expect(run_settings("calibrate", recipe))
-    made = None if read else derive_source(recipe, work, progress)
-    with phase("loading"):
-        dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-        path = read or (made.path if made else recipe.model)
-        vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
-        vlm = replace(vlm, path=recipe.model)
-    whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
-    reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
-    recipe = recipe.model_copy(update={"reduce": reducer, "resize": whole.resize})
-    inputs = whole.reduced(reducer, progress)
-    vlm, origin = inputs.vlm, inputs.origin
-    assert origin is not None
-    if "gradient" in needs and not origin["tokens"]["answer"]:
-        raise UserError(NO_ANSWER)
-    needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
-    blocks = decoder_blocks(vlm.model, vlm.spec)
-    steps = [*blocks, [head_group(vlm.spec, len(blocks))]]
-    if "gram" in needs:
-        grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
-        remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
-        kept = sum(path.stat().st_size for path in work.folder.glob("*.safetensors"))
-        folders.check_space(work.out, grams - kept, remedy)
-    weights = identity.weights_hash(recipe.model)
-    work.begin({"samples": origin, "reducer": reducer and reducer.plain(), "needs": sorted(needs), "weights": weights})
-    with torch.inference_mode(False), torch.no_grad(), whole.naming():
-        if "gradient" in needs:
-            with phase("gradients"):
-                kept_gradients(work, vlm, inputs.batches, progress)
-        collect(
-            vlm,
-            steps,
-            inputs.batches,
-            work,
-            needs,
-            kv_cache=bool(recipe.kv_cache),
-            seed=recipe.seed,
-            all_experts=recipe.calibrate.all_experts,
-            release=True,
-            progress=progress,
-        )
-    described = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: work.run}
-    described |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
-    if "entropy" in needs:
-        described["entropy"] = _by_measure(_entropies(work), len(blocks))
-    if "gradient" in needs:
-        described["gradients"] = work.read_note("gradients", Gradients)
-    if distributed.is_main():
-        described = _write(work, [layer for layer, groups in enumerate(steps) if groups], described)
-        work.remove()
-    distributed.barrier()
-    return Result(work.out, described)
+        work.expect(run_settings("calibrate", recipe))
+        derived = None if read else derive_source(recipe, work, progress)
+        with phase("loading"):
+            dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+            path = read or (derived.path if derived else recipe.model)
+            vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+            vlm = replace(vlm, path=recipe.model)
+        whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
+        reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
+        inputs = whole.reduced(reducer, progress)
+        vlm, origin = inputs.vlm, inputs.origin
+        assert origin is not None
+        if "gradient" in needs and not origin["tokens"]["answer"]:
+            raise UserError(NO_ANSWER)
+        needs = frozenset(needs).union(likes if origin["tokens"]["answer"] else set(likes) - {"gradient"})
+        blocks = decoder_blocks(vlm.model, vlm.spec)
+        steps = [*blocks, [head_group(vlm.spec, len(blocks))]]
+        if "gram" in needs:
+            grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
+            remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
+            kept = sum(path.stat().st_size for path in work.folder.glob("*.safetensors"))
+            folders.check_space(work.out, grams - kept, remedy)
+        weights = identity.weights_hash(recipe.model)
+        settings = {
+            "samples": origin,
+            "reducer": reducer and reducer.plain(),
+            "needs": sorted(needs),
+            "weights": weights,
+        }
+        work.begin(settings)
+        with torch.inference_mode(False), torch.no_grad(), naming(whole.names):
+            if "gradient" in needs:
+                with phase("gradients"):
+                    kept_gradients(work, vlm, inputs.batches, progress)
+            collect(recipe, inputs, steps, work, needs, progress)
+        if distributed.is_main():
+            facts = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: work.run}
+            facts |= {"calibration": origin | {"prefix": "float"}, "timing": phase_seconds()}
+            if "entropy" in needs:
+                entropies = _entropies(work)
+                measures = next(iter(entropies.values()), {})  # None: a block without linear layers
+                of_blocks = {m: [entropies.get(layer, {}).get(m) for layer in range(len(blocks))] for m in measures}
+                facts["entropy"] = of_blocks
+            if "gradient" in needs:
+                facts["gradients"] = work.read_note("gradients", Gradients)
+            with folders.new_folder(work.out) as folder:
+                for name in (block_name(layer) for layer, groups in enumerate(steps) if groups):
+                    with work.opened(name):  # which refuses another run's
+                        pass
+                    folders.link_or_copy(work.path(name), folder / work.path(name).name)
+                facts["files"] = manifest.hash_files(folder)
+                (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            work.remove()
+        distributed.barrier()
+        return Result(work.out, facts if distributed.is_main() else {})
 
 
 @full_float32()
 def collect(
-    vlm: VLM,
+    recipe: Recipe,
+    inputs: Inputs,
     blocks: list[list[Group]],
-    batches: list[dict[str, torch.Tensor]],
     work: WorkFolder,
     needs: frozenset[str] = NEEDS,
-    *,
-    kv_cache: bool = False,
-    seed: int = 0,
-    all_experts: bool = False,
-    release: bool = False,
     progress: Progress = silent,
 ) -> None:
-    """Observe the decoder's blocks in `vlm.model`, which stays as it is, and keep their statistics in `work`.
+    """Observe the decoder's blocks in `inputs.vlm`, which stays as it is, and keep their statistics in `work`.
 
-    `release`: leave nothing of `batches` but `modality` when the blocks' inputs are captured.
+    Of the samples nothing is left but `modality` when the blocks' inputs are captured.
     """
     filled = [layer for layer, groups in enumerate(blocks) if groups]
     measured = "entropy" not in needs or set(filled) <= _entropies(work).keys()
@@ -194,14 +190,20 @@ def collect(
     from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 
     rows = entropy.TOKENS if "entropy" in needs else 0
-    spec = CaptureSpec(needs & NEEDS, kv_cache=kv_cache, sampled_rows=rows, seed=seed, all_experts=all_experts)
+    spec = CaptureSpec(
+        needs & NEEDS,
+        kv_cache=bool(recipe.kv_cache),
+        sampled_rows=rows,
+        seed=recipe.seed,
+        all_experts=recipe.calibrate.all_experts,
+    )
     before = None
 
     def finished(layer: int) -> bool:
         return not rows and work.has(block_name(layer))  # entropies compare a block with the one before
 
-    options: dict[str, Any] = {"finished": finished, "release": release, "progress": progress}
-    for layer, captured in capture_blocks(vlm, blocks, batches, spec, **options):
+    options: dict[str, Any] = {"finished": finished, "release": True, "progress": progress}
+    for layer, captured in capture_blocks(inputs.vlm, blocks, inputs.batches, spec, **options):
         if captured is None:
             continue
         if distributed.is_main() and not work.has(block_name(layer)):
@@ -210,16 +212,11 @@ def collect(
         captured.stats.clear()  # they are large, and the next block's are about to come
         if captured.rows is not None and distributed.is_main():
             with phase("entropy"):
-                before = _measure(work, layer, before, captured.rows)
-
-
-def _measure(work: WorkFolder, layer: int, before: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Keep a block's entropies, from drawn `tokens` of its input and those of the block before; return its own for the next."""
-    paired = tokens[: entropy.PAIRED]
-    if layer not in (entropies := _entropies(work)):
-        bits = {"luq": entropy.cluster_entropy(tokens), "qvlm": entropy.conditional_entropy(before, paired)}
-        work.write_note("entropy", entropies | {layer: bits})
-    return paired
+                paired = captured.rows[: entropy.PAIRED]
+                if layer not in (entropies := _entropies(work)):
+                    luq, qvlm = entropy.cluster_entropy(captured.rows), entropy.conditional_entropy(before, paired)
+                    work.write_note("entropy", entropies | {layer: {"luq": luq, "qvlm": qvlm}})
+                before = paired
 
 
 def _entropies(work: WorkFolder) -> dict[int, dict[str, float]]:
@@ -253,30 +250,3 @@ def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> 
     """Bytes of the Gram matrices on disk: near half of `4 in^2` for each group and modality."""
     widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
     return 2 * modalities * sum(width**2 for width in widths)
-
-
-def _need_sklearn() -> None:
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "entropy needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
-        ) from error
-
-
-def _by_measure(entropies: dict[int, dict[str, float]], blocks: int) -> dict[str, list[float | None]]:
-    """Order entropies by measure: measure -> its value for each block, None for a block without linear layers."""
-    measures = next(iter(entropies.values()), {})
-    return {name: [entropies.get(layer, {}).get(name) for layer in range(blocks)] for name in measures}
-
-
-def _write(work: WorkFolder, layers: Sequence[int], facts: dict[str, Any]) -> dict[str, Any]:
-    """Put the finished files and their description into OUT, and return the description."""
-    with folders.new_folder(work.out) as folder:
-        for name in map(block_name, layers):
-            with work.opened(name):  # which refuses another run's
-                pass
-            folders.link_or_copy(work.path(name), folder / work.path(name).name)
-        facts = facts | {"files": manifest.hash_files(folder)}
-        (folder / NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return facts

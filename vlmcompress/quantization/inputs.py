@@ -20,7 +20,6 @@ from vlmcompress.models.data.provenance import data_notes, token_counts
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
-from vlmcompress.quantization.calibration import tower_attention
 from vlmcompress.quantization.calibration.block_inputs import Refused
 from vlmcompress.quantization.plan.calibration_data import check_balance_data, data_reason, data_source
 from vlmcompress.quantization.plan.plan import Plan
@@ -61,18 +60,6 @@ class Inputs:
     resize: Resize | None = None
     names: Sequence[str] = ()
 
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Within the context an error about samples that the model raises for has their names."""
-        try:
-            yield
-        except Refused as error:
-            if not self.names:
-                raise
-            name, *others = [f"{self.names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
-            rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
-            raise UserError(f"{name}; drop it{rest}") from error
-
     def reduced(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder after a reducer; unchanged if there are no samples or no reducer before the decoder."""
         chosen = calibrated(reducer)
@@ -82,6 +69,19 @@ class Inputs:
             shorter = reduced(self.vlm, self.batches, chosen, progress)
         origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
         return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names)
+
+
+@contextlib.contextmanager
+def naming(names: Sequence[str]) -> Iterator[None]:
+    """Within the context an error about samples that the model raises for has their names."""
+    try:
+        yield
+    except Refused as error:
+        if not names:
+            raise
+        name, *others = [f"{names[number]}: the model raises ({why})" for number, why in error.reasons.items()]
+        rest = f"; so it does for {len(others)} other{'s' * (len(others) > 1)}" if others else ""
+        raise UserError(f"{name}; drop it{rest}") from error
 
 
 @dataclass(frozen=True)
@@ -207,41 +207,6 @@ def fit_counter(
 def on_accelerator(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
     """The model on the accelerator, if there is one."""
     return accelerated(vlm.model, models.decoder_layers(vlm.model, vlm.spec))
-
-
-def reducer_warnings(reducer: ReducerChoice | None, origin: Mapping[str, Any] | None) -> list[str]:
-    """Warnings about the reducer. `origin`: the manifest's description of the calibration data, None for none."""
-    if reducer is None or origin is None or calibrated(reducer):
-        return []
-    return [f"calibrated on all visual tokens, as {reducer} drops some only within the language model"]
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What is learned from the samples before any block is quantized.
-
-    Attributes:
-        recipe: the plan's, with the numbers of the reducer and of `resize`.
-        counter: computes how many tokens an image keeps; None: nothing needs it.
-        attention: scales of the vision tower's attention; None: none are wanted.
-    """
-
-    recipe: Recipe
-    counter: TokenCounter | None
-    attention: dict[str, Any] | None = None
-
-
-def learn_from_inputs(plan: Plan, inputs: Inputs, progress: Progress) -> Learned:
-    """Learn scales of the tower's attention, and the numbers of the reducer, unless the statistics were after the same."""
-    recipe, attention = plan.recipe, None
-    with phase("vision attention"):
-        if recipe.vision_attention:
-            attention = tower_attention.attention_scales(inputs.vlm, inputs.batches, progress)
-    with phase("reducer"):
-        fitted = plan.statistics.reducer if plan.statistics else None
-        reducer = fit_reducer(recipe.reduce, inputs.vlm, inputs.batches, progress, fitted)
-        counter = fit_counter(plan.visual_tokens, reducer, inputs.vlm, inputs.batches)
-    return Learned(recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}), counter, attention)
 
 
 def run_settings(command: str, recipe: Recipe) -> dict[str, Any]:

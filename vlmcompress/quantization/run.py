@@ -1,4 +1,4 @@
-"""Quantize a model: plan, read the model and samples, learn the reducer, capture and solve block by block, write.
+"""Quantize a model: check, derive, allocate bits, read, learn, capture and solve, write. `quantize` calls these in turn.
 
 Everything that can be refused is refused before a weight is read, and OUT is written when all of it is known. Finished blocks
 are kept next to OUT (`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
@@ -6,30 +6,92 @@ are kept next to OUT (`utils.work_folder`), so that the same command goes on aft
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from vlmcompress import models
+from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.export.write import Checkpoint, plan_tensors, write, written_config
+from vlmcompress.models import VLM, Group
+from vlmcompress.models.devices import accelerator, full_float32, trim
+from vlmcompress.numerics import round_to_nearest
+from vlmcompress.numerics.statistics import kv_range
+from vlmcompress.numerics.statistics.balance import Sensitivity
+from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, GroupStats
 from vlmcompress.quantization import allocate
-from vlmcompress.quantization.blocks import quantize_blocks, solve_blocks
+from vlmcompress.quantization.calibration import tower_attention
+from vlmcompress.quantization.calibration.block_store import (
+    StoredWeights,
+    block_bytes,
+    block_name,
+    load_block,
+    save_block,
+)
+from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
     derive_source,
-    learn_from_inputs,
+    fit_counter,
+    fit_reducer,
+    naming,
     read_for_plan,
     run_settings,
 )
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.calibration_data import refuse_without_data
 from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.write import space_needed, write_checkpoint
+from vlmcompress.quantization.run_manifest import run_manifest
 from vlmcompress.recipe import Recipe
+from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.hooks import resizing
+from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import distributed, folders
-from vlmcompress.utils.progress import Progress, silent, timed_phases
+from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has read its model and learned from its samples.
+
+    Attributes:
+        plan: what is done.
+        recipe: the plan's, with the numbers that the reducer and `resize` learned.
+        work: the folder of the run's finished blocks; `work.out` is the folder that is written.
+        vlm: the whole model.
+        origin: the manifest's description of the calibration data; None: no calibration.
+        counter: computes how many tokens an image keeps; None: nothing needs it.
+        attention: scales of the vision tower's attention; None: it stays in 16 bits.
+        overwrite: replace an existing OUT that vlmcompress wrote.
+        progress: called with (label, done, total).
+    """
+
+    plan: Plan
+    recipe: Recipe
+    work: WorkFolder
+    vlm: VLM
+    origin: dict[str, Any] | None = None
+    counter: TokenCounter | None = None
+    attention: dict[str, Any] | None = None
+    overwrite: bool = False
+    progress: Progress = silent
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Training of a model: `trained`: parameter (memory name) -> value in the type that the source has; `facts`: the manifest's
+    description of the training."""
+
+    trained: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
 
 
 def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
@@ -46,72 +108,270 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
     Raises:
         UserError: bad input; nothing was written.
     """
-    out = recipe.output
-    claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=MANIFEST, restart=restart)
+    claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
     with timed_phases(), claim as work:
-        plan = _check(make_plan(recipe), out)
+        # Check, from headers and names of files; nothing is written yet.
+        plan = make_plan(recipe)
+        refuse_without_data(plan)
+        folders.check_space(work.out, space_needed(plan, work.out))
+        if plan.statistics:
+            folders.check_apart(plan.statistics.folder, work.out, "statistics")
+            statistics_match.verify_statistics(plan.statistics, plan.recipe)
         with distributed.process_group():
             work.expect(run_settings("quantize", recipe))
+            # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
-                plan = make_plan(recipe, source=derived)
+                plan = plan.with_source(derived).checked()
+            # Allocate bits: each group of layers gets a width.
             if plan.budget:
                 plan = allocate.allocate_bits(plan, work, progress=progress)
-            inputs = read_for_plan(plan, progress)
-            with inputs.naming():
-                learned = learn_from_inputs(plan, inputs, progress)
-                if plan.prefix != "quantized":  # only the reducer learned from the samples
-                    inputs = replace(inputs, batches=[])
-                decoder_inputs = inputs.reduced(learned.recipe.reduce, progress)
-                inputs = replace(inputs, batches=[])  # pictures that the decoder after a reducer does not need
-                _capture_and_solve(plan, learned.recipe, decoder_inputs, work, progress)
+            # Read the model, and the calibration samples if anything needs them.
+            recipe, inputs = plan.recipe, read_for_plan(plan, progress)
+            vlm = inputs.vlm
+            with naming(inputs.names):
+                # Learn scales of the vision tower's attention, and the reducer's thresholds and token counts.
+                attention = None
+                with phase("vision attention"):
+                    if recipe.vision_attention:
+                        attention = tower_attention.attention_scales(vlm, inputs.batches, progress)
+                with phase("reducer"):
+                    fitted = plan.statistics.reducer if plan.statistics else None
+                    reducer = fit_reducer(recipe.reduce, vlm, inputs.batches, progress, fitted)
+                    counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.batches)
+                # Capture and solve the decoder's blocks one by one, on the tokens that the reducer leaves. Images are let go.
+                inputs = replace(inputs, batches=inputs.batches if plan.prefix == "quantized" else [])
+                inputs = inputs.reduced(reducer, progress)
+                run = Run(
+                    plan=plan,
+                    recipe=recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}),
+                    work=work,
+                    vlm=vlm,
+                    origin=inputs.origin,
+                    counter=counter,
+                    attention=attention,
+                    overwrite=overwrite,
+                    progress=progress,
+                )
+                quantize_blocks(run, inputs)
         if not distributed.is_main():
-            return Result(out, {})
-        manifest = write_checkpoint(
-            plan,
-            learned,
-            inputs.vlm,
-            work,
-            decoder_inputs.origin,
-            overwrite=overwrite,
-            progress=progress,
-        )
+            return Result(work.out, {})
+        # Write the checkpoint from the finished blocks.
+        manifest = write_checkpoint(run)
         work.remove()
-        return Result(out, manifest)
+        return Result(work.out, manifest)
 
 
-def _check(plan: Plan, out: Path) -> Plan:
-    """The plan, if there are data, room for OUT, and statistics that are of this model. Raises UserError."""
-    refuse_without_data(plan)
-    folders.check_space(out, space_needed(plan, out))
-    if plan.statistics:
-        folders.check_apart(plan.statistics.folder, out, "statistics")
-        statistics_match.verify_statistics(plan.statistics, plan.recipe)
-    return plan
+def space_needed(plan: Plan, out: Path) -> int:
+    """Bytes that a run needs next to those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
+    stored = (
+        block_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
+        for groups in plan.steps
+        for group in groups
+        if (scheme := plan.method.of(group).scheme)
+        for linear in group.linears
+    )
+    recipe = plan.recipe
+    copied = plan.bytes_before * sum(map(bool, (recipe.rotate, recipe.from_quantized, recipe.adapter)))
+    kept = WorkFolder(out).folder
+    left = folders.bytes_within(kept) - folders.bytes_within(kept / allocate.STATISTICS)
+    return plan.bytes_after + sum(stored) + copied - left
 
 
-def _capture_and_solve(plan: Plan, recipe: Recipe, inputs: Inputs, work: WorkFolder, progress: Progress) -> None:
-    """Quantize the decoder's blocks in `inputs.vlm` and keep their results in `work`. `recipe`: the learned one."""
-    vlm, options = inputs.vlm, {"kv_cache": bool(recipe.kv_cache), "lean": True}
-    with torch.inference_mode(False), torch.no_grad():
-        learned = {"reduce": recipe.reduce and recipe.reduce.plain(), "resize": recipe.resize}
-        work.begin({"samples": inputs.origin, "learned": learned, "allocation": plan.allocation})
-        if distributed.is_main():
-            allocate.take_gradients(work)
-        distributed.barrier()
-        if plan.statistics:
-            norm_offset, stats = vlm.spec.norm_offset, plan.statistics
-            solve_blocks(
-                vlm.model, plan.steps, plan.method, work, stats, norm_offset=norm_offset, progress=progress, **options
-            )
+def quantize_blocks(run: Run, inputs: Inputs) -> None:
+    """Quantize the decoder's blocks in the model and keep their results in the work folder: in a pass over the samples of
+    `inputs`, or, where it has none, from statistics of the unquantized model or without data."""
+    learned = {"reduce": run.recipe.reduce and run.recipe.reduce.plain(), "resize": run.recipe.resize}
+    run.work.begin({"samples": inputs.origin, "learned": learned, "allocation": run.plan.allocation})
+    if distributed.is_main():
+        allocate.take_gradients(run.work)
+    distributed.barrier()
+    with torch.inference_mode(False), torch.no_grad(), full_float32():
+        if inputs.batches:
+            _capture_and_solve(run, inputs)
         else:
-            quantize_blocks(
-                vlm,
-                plan.steps,
-                plan.method,
-                inputs.batches,
-                work,
-                all_experts=recipe.calibrate.all_experts,
-                release=True,
-                progress=progress,
-                **options,
-            )
+            _solve_from_statistics(run)
+
+
+def _capture_and_solve(run: Run, inputs: Inputs) -> None:
+    """Capture each block after those that are quantized already, solve it, and put the result into the model.
+
+    Weights are mapped from their files until they are changed, and a block's are freed when its output has been passed on, so
+    memory holds those of one block, however large the model.
+    """
+    from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
+    from vlmcompress.quantization.calibration.gradient_pass import kept_sensitivities
+
+    vlm, samples, work, progress = inputs.vlm, inputs.batches, run.work, run.progress
+    method, blocks, norm_offset = run.plan.method, run.plan.steps, vlm.spec.norm_offset
+    sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
+    with phase("gradients"):
+        if "gradient" in method.needs.statistics:
+            sensitivities = kept_sensitivities(work, vlm, blocks, samples, progress)
+    # Searches that run blocks of the unquantized model: smoothing scales by (block, group), and clipping ranges.
+    scales: Mapping[tuple[int, str], Tensor] = {}
+    with phase("searching"):
+        if "block_scales" in method.needs.searches:
+            from vlmcompress.quantization.calibration.block_search import search_blocks
+
+            scales = search_blocks(vlm, blocks, samples, method, sensitivities)
+        if "ranges" in method.needs.searches:
+            from vlmcompress.quantization.calibration import block_clip
+
+            method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
+    # Next to what the method reads: what errors are reported by, and the rounding of inputs.
+    statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
+    spec = CaptureSpec(
+        statistics, method.needs.prefix, bool(run.recipe.kv_cache), all_experts=run.recipe.calibrate.all_experts
+    )
+
+    def free(layer: int) -> None:
+        for name in (name for group in blocks[layer] for name in group.linears):
+            weight = torch.empty_like(vlm.model.get_parameter(f"{name}.weight"), device="meta")
+            vlm.model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+        trim()
+
+    whole = BlockResult()
+    options: dict[str, Any] = {
+        "finished": lambda layer: work.has(block_name(layer)),
+        "passed": free,
+        "release": True,
+        "progress": progress,
+    }
+    for layer, captured in capture_blocks(vlm, blocks, samples, spec, **options):
+        if captured is None:
+            apply(load_block(work, layer), _modules(vlm.model, blocks[layer]), norm_offset)
+            continue
+        groups = [group for group in blocks[layer] if group.name in captured.stats]
+        for name in captured.stats:  # no name for the statistics themselves, which would keep a Gram matrix in memory
+            captured.stats[name].sensitivity = sensitivities.get((layer, name))
+        smoothing = {name: scale for (block, name), scale in scales.items() if block == layer}
+        # The block is on the accelerator, the rest of the model need not be.
+        device = vlm.model.get_parameter(f"{groups[0].linears[0]}.weight").device
+        result = _solve(vlm, groups, captured.stats, method, smoothing, device)
+        result.kv_ranges |= captured.kv_ranges
+        apply(result, _modules(vlm.model, groups), norm_offset)
+        whole.add(result)
+        if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
+            with phase("storing"):
+                if distributed.is_main():
+                    save_block(work, layer, whole)
+            whole = BlockResult()
+
+
+def _solve_from_statistics(run: Run) -> None:
+    """Solve each block by itself, from statistics of the unquantized model or without data; no block is run.
+
+    Arithmetic is done on the accelerator where there is one, block by block. Of the model only norms and biases are changed.
+    """
+    plan, work, model, norm_offset = run.plan, run.work, run.vlm.model, run.vlm.spec.norm_offset
+    device = accelerator() or torch.device("cpu")
+    for layer, groups in enumerate(plan.steps):
+        if groups and work.has(block_name(layer)):
+            apply(load_block(work, layer, weights=False), _modules(model, groups), norm_offset)
+        elif groups:
+            with phase("reading statistics"):
+                stats, kv_ranges = plan.statistics.load(layer, str(device)) if plan.statistics else ({}, {})
+            result = _solve(run.vlm, groups, stats, plan.method, {}, device)
+            result.kv_ranges |= kv_ranges if run.recipe.kv_cache else {}
+            with phase("storing"):
+                if distributed.is_main():
+                    save_block(work, layer, result)
+            result.weights.clear()
+            apply(result, _modules(model, groups), norm_offset)
+        run.progress("quantizing", layer + 1, len(plan.steps))
+
+
+def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:
+    """The groups' linear layers, the ops before them and the layers that read these, too, by memory name."""
+    names = {name for group in groups for name in (*group.linears, *group.kept, group.smooth) if name}
+    return {name: model.get_submodule(name) for name in names}
+
+
+def _solve(
+    vlm: VLM,
+    groups: Sequence[Group],
+    stats: dict[str, GroupStats],
+    method: QuantMethod,
+    scales: Mapping[str, Tensor],
+    device: torch.device,
+) -> BlockResult:
+    """Solve groups of a block on `device`. `scales`: group name -> smoothing scale that was searched before."""
+    modules = _modules(vlm.model, groups)
+    weights = {name: modules[name].weight.detach().to(device) for group in groups for name in group.linears}
+    norms = {
+        g.smooth: modules[g.smooth].weight.detach().to(device) for g in groups if g.smooth and g.smooth_kind == "norm"
+    }
+    smoothing = {name: scale.to(device) for name, scale in scales.items()}
+    with phase("solving"):
+        dtype = method.scale_dtype or next(iter(weights.values())).dtype
+        return solve_block(groups, weights, stats, method, dtype, smoothing, norms, vlm.spec.norm_offset)
+
+
+def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, Any]:
+    """Write OUT from the finished blocks of a run and return its manifest. The vision tower and the token embedding are rounded
+    to nearest.
+
+    Args:
+        recovery: the training that the checkpoint comes from; None: there was none.
+    """
+    plan, recipe, model, progress = run.plan, run.recipe, run.vlm.model, run.progress
+    extra_files: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: run.attention} if run.attention else {}
+    settings: Mapping[str, Any] = {}
+    if recipe.resize:
+        processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
+        setting = resizing.choose_setting(plan.source.spec, processor, recipe.resize)
+        extra_files |= resizing.setting_files(recipe.inputs_folder, setting)
+        settings = setting.config
+    if recipe.reduce:
+        if recipe.reduce.options.scorer:
+            extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
+        recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
+
+    quantized: dict[str, tuple] = {}
+    for done, group in enumerate(plan.vision_groups, start=1):  # the engine scales their inputs token by token
+        assert plan.vision_method is not None
+        weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
+        result = solve_block([group], weights, {}, plan.vision_method, next(iter(weights.values())).dtype)
+        quantized |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
+        progress("quantizing the vision tower", done, len(plan.vision_groups))
+    # Each row of the token embedding is looked up by itself, so that nothing can make up for its errors.
+    embedding = models.embedding_name(model)
+    if scheme := plan.schemes.get(embedding):
+        weight = model.get_parameter(f"{embedding}.weight")
+        quantized[embedding] = (round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype), scheme, None)
+    language = StoredWeights(run.work, plan.steps, plan.method)
+    every = ChainMap(quantized, language)  # type: ignore[arg-type]  # neither is written to
+
+    results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
+    # Smoothing changed what is stored in 16 bits, too: norms, layers that stay as they are, biases of quantized ones.
+    smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
+    changed = {
+        name: parameter.detach().contiguous()
+        for op in sorted(smoothed)
+        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        if name.removesuffix(".weight") not in every
+    }
+    changed |= recovery.trained if recovery else {}
+    kv_scales = {n: kv_range.kv_scales(ranges) for result in results for n, ranges in result.kv_ranges.items()}
+    checkpoint = Checkpoint(
+        original=recipe.model,
+        files=recipe.inputs_folder,
+        tensors=plan_tensors(plan.source, recipe.exporter, every, changed, kv_scales),
+        quantized=every,
+        shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in every},
+        exporter=recipe.exporter,
+        layers=plan.layers,
+        config=written_config(plan.source, every, recipe.reduce, run.counter, settings),
+        manifest=run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None),
+        before=models.checkpoint_bytes(recipe.model),
+        memory={plan.source.written[parameter]: parameter for parameter in plan.source.names},
+        family=plan.source.spec.family,
+        extra_files=extra_files,
+        shard_size=recipe.shard_size,
+    )
+    return write(
+        checkpoint,
+        run.work.out,
+        overwrite=run.overwrite,
+        progress=lambda done, total: progress("writing", done, total),
+    )

@@ -14,10 +14,10 @@ import contextlib
 from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data.encode import Encoded
-from vlmcompress.quantization.inputs import Learned, Result, fit_counter, fit_reducer, fit_resize
+from vlmcompress.quantization.inputs import Result, fit_counter, fit_reducer, fit_resize
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.quantization.plan.plan import make_plan
-from vlmcompress.quantization.write import Recovery, write_checkpoint
+from vlmcompress.quantization.run import Recovery, Run, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
@@ -113,18 +113,17 @@ def _recovered(
     origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
     origin |= {"resize": resize.model_dump()} if resize else {}
     types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in outcome.changed}
-    written = write_checkpoint(
-        plan,
-        Learned(recipe, count),
-        vlm,
-        work,
-        origin,
-        Recovery(
-            {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()},
-            recovery_facts(training, outcome, data),
-        ),
+    run = Run(
+        plan=plan,
+        recipe=recipe,
+        work=work,
+        vlm=vlm,
+        origin=origin,
+        counter=count,
         overwrite=overwrite,
         progress=progress,
     )
+    trained_weights = {name: value.to("cpu", types[name]).contiguous() for name, value in outcome.changed.items()}
+    written = write_checkpoint(run, Recovery(trained_weights, recovery_facts(training, outcome, data)))
     work.remove()
     return Result(work.out, written)

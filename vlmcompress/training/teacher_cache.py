@@ -11,7 +11,6 @@ between these coarser distributions, which is never more than the exact one, and
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -103,7 +102,7 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
         return number
 
     for number, sample in enumerate(samples):
-        digests = [hashlib.sha256(image.tobytes()).digest() for image in sample.images]
+        digests = [identity.image_digest(image) for image in sample.images]
         for digest in digests + [clip.digest() for clip in sample.videos]:
             earlier = first.setdefault(digest, number)
             leader[root(number)] = root(earlier)

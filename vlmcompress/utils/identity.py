@@ -15,18 +15,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.utils import hub
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG, processing_files, weight_files
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
 
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that can change a result; absent ones are left out."""
+    return dict(_installed())
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
     installed = {}
     for package in _PACKAGES:
         try:
@@ -34,6 +43,21 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def json_digest(value: object, default: Callable[[Any], Any] | None = None) -> str:
+    """SHA-256 of JSON data: equal for equal data, whatever the order of keys. `default`: makes JSON data of other values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
+
+
+def image_content(image: Image) -> bytes:
+    """What two images have in common that are the same to a model: size and pixels. Their files may differ."""
+    return f"{image.width}x{image.height}:".encode() + image.tobytes()
+
+
+def image_digest(image: Image) -> bytes:
+    """SHA-256 of an image's size and pixels."""
+    return hashlib.sha256(image_content(image)).digest()
 
 
 def source_identity(source: Path) -> dict:
@@ -45,15 +69,27 @@ def source_identity(source: Path) -> dict:
             headers.update(stream.read(min(length, file.stat().st_size)))
     return {
         **hub.source_facts(source),
-        "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
+        "config_sha256": sha256(source / "config.json"),
         "headers_sha256": headers.hexdigest(),
     }
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """The SHA-256 of a file's bytes, in hexadecimal. The file is read anew each time."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """The same of a file that is read once in this process as long as nobody writes to it."""
+    stat = path.stat()
+    # the time of change of the inode tells of a write even where a tool has put the time of last change back
+    return _sha256_of(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@functools.cache
+def _sha256_of(path: Path, *_stat: int) -> str:
+    return sha256(path)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -76,11 +112,8 @@ def content_hash(files: Sequence[Path], recorded: Mapping[str, str] | None = Non
     """
     hashes = dict(recorded or {})
     for path in files:
-        if path.name in hashes:
-            continue
-        stat = path.stat()
-        # the time of change of the inode tells of a write even where a tool has put the time of last change back
-        hashes[path.name] = _sha256_once(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        if path.name not in hashes:
+            hashes[path.name] = sha256_once(path)
     return hashlib.sha256(json.dumps({path.name: hashes[path.name] for path in files}).encode()).hexdigest()
 
 
@@ -96,8 +129,3 @@ def weights_hash(folder: Path) -> str:
 
 def _weights(folder: Path) -> list[Path]:
     return [path for path in weight_files(folder) if path.is_file()]
-
-
-@functools.cache
-def _sha256_once(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
-    return sha256(path)

@@ -127,6 +127,29 @@ def weight_map(index: Path) -> dict[str, str]:
     return places
 
 
+def check_model(path: Path) -> None:
+    """Raise `UserError` for the path of a model that is no folder, or one with neither config.json nor an adapter."""
+    if not path.exists():
+        raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
+    if not any(path.iterdir()):
+        raise UserError(f"model folder {path} is empty; download the checkpoint into it")
+    if not (path / "config.json").is_file() and (path / "params.json").is_file():
+        raise UserError(
+            f"{path} is in Mistral's own format (params.json), as Pixtral is published; give a folder in that of transformers "
+            "(config.json), of the type 'llava' or 'mistral3'"
+        )
+    if not (path / "config.json").is_file() and not is_adapter(path):
+        raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
+
+
+def check_written(path: Path) -> None:
+    """Raise `UserError` for the path of a checkpoint of ours that is no folder."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a folder has files of a model's weights, whole or not; those of an adapter do not count."""
     if not folder.is_dir():

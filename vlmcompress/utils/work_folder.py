@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from vlmcompress.utils import distributed, folders, json_files, locks, schema
+from vlmcompress.utils import distributed, folders, identity, json_files, locks, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors, note, shortened
 
@@ -158,7 +157,7 @@ class WorkFolder:
         return schema.read_checked(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
 
     def _fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode()).hexdigest()
+        return identity.json_digest(self._settings())
 
     @contextlib.contextmanager
     def _replaced(self, path: Path) -> Iterator[Path]:

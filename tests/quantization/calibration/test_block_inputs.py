@@ -12,7 +12,7 @@ from vlmcompress.models.data import Sample, encode
 from vlmcompress.models.data.video import Video
 from vlmcompress.quantization.calibration import gradient_pass
 from vlmcompress.quantization.calibration.block_inputs import bucket_by_length, capture_block_inputs, collate
-from vlmcompress.quantization.inputs import Inputs
+from vlmcompress.quantization.inputs import naming
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.utils.errors import UserError
@@ -68,12 +68,12 @@ def test_samples_that_the_model_raises_for_are_named(loaded):
         if any(count in (2, 5) for count in (args[0] == mark).sum(1).tolist()):
             raise RuntimeError("too odd")
 
-    inputs = Inputs(vlm, rows, None, names=[f"row {number}" for number in range(6)])
+    names = [f"row {number}" for number in range(6)]
     hook = vlm.model.get_input_embeddings().register_forward_pre_hook(refuse)
     try:
         refused(lambda: capture_block_inputs(vlm, rows), "cannot take 2 of the samples", "RuntimeError: too odd")
         says = r"^row 2: the model raises \(RuntimeError: too odd\); drop it; so it does for 1 other$"
-        with pytest.raises(UserError, match=says), inputs.naming():
+        with pytest.raises(UserError, match=says), naming(names):
             capture_block_inputs(vlm, rows)
         with pytest.raises(RuntimeError, match="too odd"):
             capture_block_inputs(vlm, [rows[2], rows[5]])

@@ -133,7 +133,10 @@ def published_losses(vlm, group, options, rho: float, batches) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("case", PUBLISHED)
+@pytest.mark.parametrize(
+    "case",
+    [name if name in ("w4-mae", "w4a8-mae") else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED],
+)  # of weights alone and of inputs too; the others are of other bits
 def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch):
     """Oracle: every candidate of every group of both blocks. Samples of other lengths and without an image are among them."""
     searches = []

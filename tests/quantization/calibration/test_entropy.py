@@ -17,6 +17,7 @@ from vlmcompress.models.devices import float_products
 from vlmcompress.quantization.calibrate import calibrate, collect
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.calibration.entropy import cluster_entropy, conditional_entropy
+from vlmcompress.quantization.inputs import Inputs
 from vlmcompress.recipe import resolve
 
 SAMPLES = 12
@@ -139,12 +140,12 @@ def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch)
     work = begun(tmp_path / "store")
     work.write_note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})
     batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
-    collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, work, frozenset({"absmax", "entropy"}))
+    inputs, blocks = Inputs(vlm, batches, None), decoder_blocks(vlm.model, vlm.spec)
+    collect(recipe(world, tmp_path / "out"), inputs, blocks, work, frozenset({"absmax", "entropy"}))
     entropies = {int(layer): bits for layer, bits in work.read_note("entropy").items()}
     assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
     assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
     assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]
     monkeypatch.setattr("vlmcompress.quantization.calibration.capture.capture_blocks", None)
-    collect(
-        vlm, decoder_blocks(vlm.model, vlm.spec), batches, work, frozenset({"absmax", "entropy"})
-    )  # nothing is left to run
+    # nothing is left to run
+    collect(recipe(world, tmp_path / "out"), inputs, blocks, work, frozenset({"absmax", "entropy"}))

@@ -23,12 +23,13 @@ from vlmcompress.models.data import encode, load_samples
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization import inputs
-from vlmcompress.quantization.blocks import solve_blocks
 from vlmcompress.quantization.calibrate import calibrate, collect
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.calibration.block_store import load_block
-from vlmcompress.quantization.calibration.solve import QuantMethod, apply, solve_block
-from vlmcompress.quantization.run import quantize
+from vlmcompress.quantization.calibration.solve import apply, solve_block
+from vlmcompress.quantization.inputs import Inputs
+from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.run import Run, quantize, quantize_blocks
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.work_folder import WorkFolder
 
@@ -140,26 +141,21 @@ def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
 def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
     """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
     vlm = models.load(world / "llava")
-    method = QuantMethod(chosen := recipe(world, "llava", tmp_path, "awq").method, chosen.Options(group_size=32))
+    plan = make_plan(stored(world, "llava", tmp_path / "out", "awq", options={"group_size": 32}))
     kept, work = Memory(), begun(tmp_path / "store")
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), vlm)
     with monkeypatch.context() as patch:
         patch.setattr("vlmcompress.quantization.calibrate.save_statistics", kept.save)
-        collect(vlm, decoder_blocks(vlm.model, vlm.spec), batches, begun(tmp_path / "unused"))
-    model = models.load(world / "llava").model
-    solve_blocks(
-        model,
-        decoder_blocks(vlm.model, vlm.spec),
-        method,
-        work,
-        statistics_folder.read_statistics(world / "llava-stats"),
-    )
+        blocks = decoder_blocks(vlm.model, vlm.spec)
+        collect(plan.recipe, Inputs(vlm, batches, None), blocks, begun(tmp_path / "unused"))
+    fresh = models.load(world / "llava")
+    quantize_blocks(Run(plan=plan, recipe=plan.recipe, work=work, vlm=fresh), Inputs(fresh, [], None))
     for layer, groups in enumerate(decoder_blocks(vlm.model, vlm.spec)):
         modules = {name: vlm.model.get_submodule(name) for g in groups for name in (*g.linears, g.smooth) if name}
         device = kept.stats[layer][groups[0].name].gram().device
         weights = {name: modules[name].weight.to(device) for g in groups for name in g.linears}
         norms = {g.smooth: modules[g.smooth].weight.to(device) for g in groups if g.smooth_kind == "norm"}
-        expected = solve_block(groups, weights, kept.stats[layer], method, torch.bfloat16, norms=norms)
+        expected = solve_block(groups, weights, kept.stats[layer], plan.method, torch.bfloat16, norms=norms)
         apply(expected, modules)
         loaded_block = load_block(work, layer)
         assert loaded_block.smoothing and loaded_block.errors == expected.errors

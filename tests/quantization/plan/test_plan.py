@@ -14,12 +14,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.kit import tiny
+from tests.kit import rtn, tiny
+from tests.kit.work import begun
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
+from vlmcompress.quantization.inputs import derive_source
 from vlmcompress.quantization.plan import checks
 from vlmcompress.quantization.plan.findings import findings
 from vlmcompress.quantization.plan.plan import make_plan
@@ -28,6 +30,7 @@ from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import silent
 from vlmcompress.utils.tensor_files import Spec
 
 
@@ -208,6 +211,41 @@ def test_every_check_is_in_the_list():
     functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
     takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
     assert takes_a_survey - {checks.plan_problems} == set(checks.CHECKS)
+
+
+def adapted(model: Path, folder: Path) -> Path:
+    """An adapter of q_proj, as PEFT saves it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+
+    peft = get_peft_model(AutoModelForImageTextToText.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
+    peft.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["rotate", "adapter", "from_quantized"])
+def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, how):
+    """Oracle: a plan of the derived model alone. It differs in nothing but `bytes_before`, which is of the recipe's model."""
+    model, settings = models["qwen2-5-vl"], {"scheme": "gptq", "vision": "fp8", "kv_cache": "fp8", "head": "w4a16"}
+    settings |= {"bits": {"budget": 6.0}, "calibrate": {"data": str(tmp_path)}, "options": {"group_size": 32}}
+    if how == "rotate":
+        settings["rotate"] = "hadamard"
+    elif how == "adapter":
+        settings["adapter"] = str(adapted(model, tmp_path / "adapter"))
+    else:
+        rtn.write(model, tmp_path / "fp8", rtn.SCHEMES["fp8"])
+        model, settings["from_quantized"] = tmp_path / "fp8", True
+    before = make_plan(recipe(model, out=str(tmp_path / "out"), **settings))
+    work = begun(tmp_path / "work")
+    derived = derive_source(before.recipe, work, silent)
+    after, alone = before.with_source(derived), make_plan(before.recipe, source=derived)
+    assert after.source.path == alone.source.path == derived.path != before.source.path
+    same = {
+        *("method", "assigned", "blocks", "head", "vision_method", "vision_groups", "schemes", "layers", "budget"),
+        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "prefix", "needs_data"),
+    }
+    for name in sorted(same):
+        assert getattr(before, name) == getattr(after, name) == getattr(alone, name), name
 
 
 def test_a_plan_is_final(models):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from vlmcompress.engines import Answer, Engine, EngineSettings, Request
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, quiet_lm_eval, task_metric
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.identity import model_files, unchanged
+from vlmcompress.utils.identity import json_digest, model_files, unchanged
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.schema import first_problem
 from vlmcompress.utils.work_folder import Journal
@@ -153,8 +153,7 @@ def identify(model: str | Path, engine: str) -> Identity:
     folder = Path(model)
     if not folder.is_dir():
         return Identity(str(model), engine)
-    stats = json.dumps(unchanged(model_files(folder)))
-    return Identity(hashlib.sha256(stats.encode()).hexdigest(), engine)
+    return Identity(json_digest(unchanged(model_files(folder))), engine)
 
 
 def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
@@ -162,7 +161,7 @@ def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
     limits = {name: getattr(settings, name) for name in SETTINGS}
     limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
     what = [asdict(identity), without_folders(request.messages), limits]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    return json_digest(what)
 
 
 def without_folders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

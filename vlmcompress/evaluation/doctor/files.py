@@ -48,10 +48,8 @@ def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) ->
         weights: read them; without it their files are known by their sizes and headers, and no number is looked at.
 
     Raises:
-        UserError: `path` or `source` is not a folder.
+        UserError: `source` is not a folder.
     """
-    if not Path(path).is_dir():
-        raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
     subject = _Subject(Path(path), source, weights)

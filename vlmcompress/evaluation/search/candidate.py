@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vlmcompress.utils.identity import json_digest
 
 AS_IT_IS = "as it is"
 
@@ -71,7 +71,7 @@ class Candidate:
 
 def digest(value: Any) -> str:
     """A short hash of JSON data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return json_digest(value, default=str)[:12]
 
 
 def singles(factors: Sequence[Factor]) -> list[Candidate]:

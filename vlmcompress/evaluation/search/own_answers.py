@@ -7,7 +7,6 @@ a search can hold to a floor when there is nothing else.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from vlmcompress.models.data.samples import SUFFIXES
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import dump, save_files
-from vlmcompress.utils.identity import model_hash
+from vlmcompress.utils.identity import model_hash, sha256
 from vlmcompress.utils.progress import Progress
 
 PROMPTS = (
@@ -62,7 +61,7 @@ def split_images(folder: str | Path, most: int, margin: float) -> Parts:
         raise UserError(f"--images {root} is no folder; name one with images of what the model is to see")
     by_content: dict[str, Path] = {}
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
-        by_content.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+        by_content.setdefault(sha256(path), path)
     images = [by_content[name] for name in sorted(by_content)][:most]
     confirm = noninferiority.min_images_to_pass(margin, LEVEL)
     if len(images) < (least := max(FEWEST, confirm + _OTHERS)):
@@ -90,7 +89,7 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
         UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
     """
     paths = [*parts.calibration, *parts.search, *parts.confirm]
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    hashes = [sha256(path) for path in paths]
     places = [str(path.resolve()) for path in paths]
     sources = {"model": model_hash(setup.model), "images": [hashes, places], "prompts": list(prompts)}
     if (out / SOURCES).is_file():

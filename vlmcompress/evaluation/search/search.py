@@ -32,7 +32,7 @@ from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import link_or_copy, new_folder, save_files
-from vlmcompress.utils.identity import content_hash, model_hash
+from vlmcompress.utils.identity import content_hash, image_digest, model_hash
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import duration
 
@@ -230,7 +230,7 @@ def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
     subjects = []
     for task in suite.tasks.values():
         for document in task.eval_docs:
-            digests = tuple(hashlib.sha256(image.tobytes()).hexdigest() for image in task.doc_to_image(document) or ())
+            digests = tuple(image_digest(image).hex() for image in task.doc_to_image(document) or ())
             text = hashlib.sha256(str(task.doc_to_text(document)).encode()).hexdigest()
             subjects.append(digests or (f"{_TEXT}{text}",))
     return subjects

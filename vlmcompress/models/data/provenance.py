@@ -19,7 +19,7 @@ from torch import Tensor
 from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, chat_template
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
-from vlmcompress.utils import hub
+from vlmcompress.utils import hub, identity
 
 
 def provenance(
@@ -124,9 +124,8 @@ def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
         text = json.dumps(sample.conversation(), sort_keys=True).encode()
         digest.update(f"{len(text)}:".encode() + text)
         for image in sample.images:
-            content = f"{image.width}x{image.height}:".encode() + image.tobytes()
-            digest.update(content)
-            images.add(hashlib.sha256(content).digest())
+            digest.update(identity.image_content(image))
+            images.add(identity.image_digest(image))
         for video in sample.videos:
             digest.update(b"video:" + video.digest())
     return digest.hexdigest(), len(images)

@@ -11,7 +11,6 @@ Files are decoded by OpenCV, vLLM's default as well, through `transformers.video
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import os
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vlmcompress.utils import identity
 from vlmcompress.utils.errors import BadSample, UserError
 from vlmcompress.utils.messages import error_text
 
@@ -98,12 +98,12 @@ class Video:
             return hashlib.sha256(self.source).digest()
         if isinstance(self.source, Path):
             try:
-                return _file_digest(self.source, self.source.stat().st_mtime_ns)
+                return bytes.fromhex(identity.sha256_once(self.source))
             except OSError as error:
                 raise BadSample(f"{self.name} cannot be read ({error.strerror}); give a video file") from error
         digest = hashlib.sha256()
         for image in self.source:
-            digest.update(f"{image.width}x{image.height}:".encode() + image.tobytes())
+            digest.update(identity.image_content(image))
         return digest.digest()
 
     def save(self, folder: Path) -> Path:
@@ -155,12 +155,6 @@ class Video:
             raise BadSample(
                 f"{self.name} cannot be decoded ({error_text(error)}); write it again, or drop the row"
             ) from error
-
-
-@functools.lru_cache
-def _file_digest(path: Path, changed: int) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from vlmcompress import models
-from vlmcompress.export import adapter, formats, rotate, tokenizers
+from vlmcompress.export import adapter, formats, tokenizers
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.shape_checks import shape_problems
@@ -35,10 +35,9 @@ def rotation(survey: Survey) -> Iterable[str]:
 
 
 def adapter_fits(survey: Survey) -> Iterator[str]:
-    """Whether the recipe's adapter is of the model and can be merged; the source that has it is looked at no more."""
+    """Whether the recipe's adapter is of the model and can be merged, which a source in the work folder already has in it."""
     recipe, source = survey.recipe, survey.source
-    merged = any((source.path / name).exists() for name in (adapter.RECORD, rotate.RECORD))
-    if recipe.adapter and not merged and (reason := adapter.adapter_problem(recipe.adapter, source)):
+    if recipe.adapter and source.path == recipe.model and (reason := adapter.adapter_problem(recipe.adapter, source)):
         yield reason
 
 
@@ -121,7 +120,7 @@ def skip(survey: Survey) -> Iterator[str]:
 def shapes(survey: Survey) -> Iterator[str]:
     """Whether the layers' shapes go with the scheme; of a budget that is not shared out yet, `bits` looks at them."""
     recipe = survey.recipe
-    if recipe.bits and not survey.allocation:
+    if recipe.bits and survey.allocation is None:
         return
     for group in survey.groups:
         scheme = survey.method.of(group).scheme
@@ -180,7 +179,7 @@ def statistics(survey: Survey) -> Iterator[str]:
         yield survey.statistics_fault
     if survey.statistics:
         method = survey.method
-        if survey.undecided and survey.budget:  # any of the widths may be chosen
+        if survey.budget:  # any of the widths may be chosen
             method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
         yield from statistics_match.statistics_problems(survey.statistics, survey.recipe, method, survey.steps)
 

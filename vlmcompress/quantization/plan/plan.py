@@ -1,20 +1,20 @@
 """Plan what a recipe will do to a model, with every reason why it cannot, from config.json and the weight files' headers.
 
-A plan is made once, by `make_plan`, and does not change: what a run learns (a reducer's thresholds, the setting of `resize`) is
-in the recipe that the run hands on.
+`make_plan` makes it, once in a run. A model that the run derives first, and the choice of widths, are put into it by
+`Survey.with_source` and `allocate`: nothing is read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from vlmcompress.models import Group, Source, embedding_name
-from vlmcompress.numerics import Scheme, label
+from vlmcompress.numerics import label
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.plan import checks
-from vlmcompress.quantization.plan.survey import Allocation, Survey, survey
+from vlmcompress.quantization.plan.survey import Survey
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens, visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.utils.errors import UserError
@@ -39,21 +39,83 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Survey):
-    """A plan: what a recipe will do to a model.
+    """What a recipe will do to a model: a survey, with its problems and with figures for people."""
 
-    Attributes:
-        problems: reasons why the recipe cannot be carried out, a line each; empty when it can.
-        rows: table of groups and their schemes, for people.
-        bytes_after: bytes of all weights that are written; the largest possible until a budget is shared out.
-        peak_bytes: peak memory of the run; an estimate.
-        visual_tokens: what the recipe's reducer needs and does in the run; None without one.
-    """
+    @cached_property
+    def problems(self) -> list[str]:
+        """Reasons why the recipe cannot be carried out, a line each; empty when it can."""
+        return checks.plan_problems(self)
 
-    problems: list[str]
-    rows: list[Row]
-    bytes_after: int
-    peak_bytes: int
-    visual_tokens: VisualTokens | None = None
+    def checked(self) -> Self:
+        """The plan, if it has no problem. Raises UserError."""
+        if self.problems:
+            raise UserError(self.problems[0])
+        return self
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The table of groups and their schemes, for people; like groups of several blocks are one row."""
+        embedding = Group(0, "embedding", (embedding_name(self.source.meta_model),))
+        vocabulary = [group for group in (self.head, embedding) if group and group.linears[0] in self.schemes]
+        parts = {"decoder": self.groups, "vision": self.vision_groups, "vocabulary": vocabulary}
+        blocks: dict[Row, set[int]] = {}
+        experts: dict[Row, set[int]] = {}
+        for part, group in ((part, group) for part, groups in parts.items() for group in groups):
+            linears = tuple(name.split(".")[-1] for name in group.linears)
+            undecided = part == "decoder" and self.budget is not None
+            number_format = "to be allocated" if undecided else label(self.schemes[group.linears[0]])
+            row = Row(part, group.kind, linears, tuple(self.source.shapes(group)), number_format)
+            blocks.setdefault(row, set()).add(group.layer)
+            experts.setdefault(row, set()).update(() if group.expert is None else {group.expert})
+        return [replace(row, blocks=len(layers), experts=len(experts[row])) for row, layers in blocks.items()]
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all weights that are written; the largest possible until a budget is shared out."""
+        return self.budget.largest if self.budget else sum(spec.nbytes for spec in self.specs_written.values())
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Estimate of the peak memory of the run in bytes, from shapes alone.
+
+        It is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features in a
+        block:
+
+            runtime + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
+
+        that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the
+        solver's copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system
+        keeps of them what fits. A second stream (of the 16-bit model, for cross-Gram matrices) adds 2 s t h + 4 * 3 sum i^2 and
+        a copy of the block.
+        """
+        shapes = [[self.source.shapes(group) for group in block] for block in self.steps]
+        block = max(
+            (sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0
+        )
+        resident = RUNTIME_BYTES + 12 * block
+        statistics = self.statistics
+        if not ("gram" in statistics.facts["needs"] if statistics else self._reads_inputs):
+            return resident
+        streams = 2 if CROSS in self.method.needs.statistics else 1
+        # A group's layers read one input, so it has one Gram matrix [in, in]: of each of three modalities, and of each stream.
+        squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
+        grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
+        config, calibrate = self.source.config, self.recipe.calibrate
+        hidden = (config.get("text_config") or config).get("hidden_size") or 0
+        tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
+        second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
+        # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
+        vision = config.get("vision_config") or {}
+        patch = vision.get("patch_size") or 14
+        patch = patch[0] if isinstance(patch, list) else patch
+        merge = (vision.get("spatial_merge_size") or 1) ** 2
+        pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
+        return resident + 4 * grams + tokens * (6 * hidden + pixels) + second_stream
+
+    @cached_property
+    def visual_tokens(self) -> VisualTokens | None:
+        """What the recipe's reducer needs and does in the run; None without one."""
+        return visual_tokens(self.recipe, example=not self.problems)
 
     @property
     def linear_layers(self) -> int:
@@ -63,7 +125,12 @@ class Plan(Survey):
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.statistics is None and any(self.steps) and _reads_inputs(self)
+        return self.statistics is None and any(self.steps) and self._reads_inputs
+
+    @property
+    def _reads_inputs(self) -> bool:
+        """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
+        return bool(self.method.needs.statistics or self.recipe.kv_cache or self.recipe.bits)
 
     @property
     def reads_data(self) -> bool:
@@ -101,92 +168,15 @@ class Plan(Survey):
         }
 
 
-def make_plan(
-    recipe: Recipe,
-    *,
-    source: Source | None = None,
-    allocation: Allocation | None = None,
-    refuse: bool = True,
-) -> Plan:
+def make_plan(recipe: Recipe, *, source: Source | None = None, refuse: bool = True) -> Plan:
     """Plan a recipe: survey it and its model, and run all checks.
 
     Args:
-        source, allocation: as in `survey`.
+        source: as in `Survey.of`.
         refuse: raise `UserError` for the first problem; False: the plan lists them.
 
     Raises:
         UserError: the model cannot be used, or the recipe not be carried out.
     """
-    surveyed = survey(recipe, source=source, allocation=allocation)
-    problems = checks.plan_problems(surveyed)
-    if problems and refuse:
-        raise UserError(problems[0])
-    schemes = None if surveyed.undecided else surveyed.schemes
-    embedding = Group(0, "embedding", (embedding_name(surveyed.source.meta_model),))
-    vocabulary = [group for group in (surveyed.head, embedding) if group and group.linears[0] in surveyed.schemes]
-    undecided_bytes = surveyed.budget.largest if surveyed.budget and surveyed.undecided else None
-    return Plan(
-        **vars(surveyed),
-        problems=problems,
-        rows=[
-            *_rows(surveyed.source, "decoder", surveyed.groups, schemes),
-            *_rows(surveyed.source, "vision", surveyed.vision_groups, surveyed.schemes),
-            *_rows(surveyed.source, "vocabulary", vocabulary, surveyed.schemes),
-        ],
-        bytes_after=surveyed.bytes_written if undecided_bytes is None else undecided_bytes,
-        peak_bytes=peak_bytes(surveyed),
-        visual_tokens=visual_tokens(surveyed.recipe, example=not problems),
-    )
-
-
-def peak_bytes(survey: Survey) -> int:
-    """Estimate the peak memory of a run in bytes, from shapes alone.
-
-    It is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features in a block:
-
-        runtime + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
-
-    that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the solver's
-    copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system keeps of
-    them what fits. A second stream (of the 16-bit model, for cross-Gram matrices) adds
-    2 s t h + 4 * 3 sum i^2 and a copy of the block.
-    """
-    shapes = [[survey.source.shapes(group) for group in block] for block in survey.steps]
-    block = max((sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0)
-    resident = RUNTIME_BYTES + 12 * block
-    statistics = survey.statistics
-    if not ("gram" in statistics.facts["needs"] if statistics else _reads_inputs(survey)):
-        return resident
-    streams = 2 if CROSS in survey.method.needs.statistics else 1
-    # A group's layers read one input, so it has one Gram matrix [in, in]: of each of three modalities, and of each stream.
-    squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
-    grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
-    config, calibrate = survey.source.config, survey.recipe.calibrate
-    hidden = (config.get("text_config") or config).get("hidden_size") or 0
-    tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
-    second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
-    # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
-    vision = config.get("vision_config") or {}
-    patch = vision.get("patch_size") or 14
-    patch = patch[0] if isinstance(patch, list) else patch
-    merge = (vision.get("spatial_merge_size") or 1) ** 2
-    pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
-    return resident + 4 * grams + tokens * (6 * hidden + pixels) + second_stream
-
-
-def _reads_inputs(survey: Survey) -> bool:
-    """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
-    return bool(survey.method.needs.statistics or survey.recipe.kv_cache or survey.recipe.bits)
-
-
-def _rows(source: Source, part: str, groups: Sequence[Group], schemes: Mapping[str, Scheme] | None) -> list[Row]:
-    """Rows of the plan's table, with like groups of several blocks in one row; `schemes` None: not allocated yet."""
-    blocks: dict[Row, set[int]] = {}
-    experts: dict[Row, set[int]] = {}
-    for group in groups:
-        linears = tuple(name.split(".")[-1] for name in group.linears)
-        number_format = label(schemes[group.linears[0]]) if schemes else "to be allocated"
-        row = Row(part, group.kind, linears, tuple(source.shapes(group)), number_format)
-        blocks.setdefault(row, set()).add(group.layer)
-        experts.setdefault(row, set()).update(() if group.expert is None else {group.expert})
-    return [replace(row, blocks=len(layers), experts=len(experts[row])) for row, layers in blocks.items()]
+    plan = Plan.of(recipe, source)
+    return plan if plan.problems and not refuse else plan.checked()

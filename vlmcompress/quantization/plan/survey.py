@@ -1,15 +1,16 @@
 """A recipe next to its model, from config.json and the headers of the weight files: what would be quantized, how, from what.
 
-The survey decides nothing: `plan.checks` says what is wrong with it, and `plan.plan` makes a plan of it.
+A survey is made once in a run. `plan.checks` says what is wrong with it, and `plan.plan` makes a plan of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from vlmcompress import models
 from vlmcompress.export import dequantized
@@ -28,60 +29,92 @@ from vlmcompress.recipe.allocation import Key
 from vlmcompress.reduction import scorer_file
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.tensor_files import Spec
 
 T = TypeVar("T")
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """How the budget of a recipe's `bits` was shared out.
-
-    Attributes:
-        methods: (block, group name) -> method of the group.
-        facts: the choice as the manifest describes it.
-    """
-
-    budget: Budget
-    methods: Mapping[Key, QuantMethod]
-    facts: dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A recipe, its model, and what the one would do to the other.
+    """A recipe and its model. What the one would do to the other is computed from these when it is first used.
 
     Attributes:
-        source: the model that is quantized, from its headers; where the recipe rotates it, the rotated one.
-        method: method of the decoder; `assigned`: (block, group name) -> method of the groups that the recipe's scheme itself
-            gives to another scheme.
-        blocks: for each block of the decoder, the groups of layers that are quantized.
-        head: the output head where it is quantized; its method is one of `method.others`.
-        vision_method: method of the vision tower; `vision_groups`: the groups of layers that get it.
-        schemes: quantized linear layer -> number formats; `layers`: the same for the config block.
-        bytes_before, bytes_written: bytes of all weights, of the original and as written.
-        budget: the budget that the recipe's `bits` leave; `budget_fault`: why it leaves none.
-        allocation: how the budget was shared out, as the manifest has it; None: it was not yet, or there is none.
+        recipe: the recipe, with the hash of the scorer that its reducer names.
+        source: the model that is quantized, from its headers, in the type that it is written in, and with an output head of its
+            own where that is rotated or quantized.
+        bytes_before: bytes of all weights of the recipe's model.
         statistics: statistics that the decoder is solved from instead of running it; `statistics_fault`: why it can't be.
+        widths: (block, group name) -> method of the groups that the budget of the recipe's `bits` was shared out among.
+        allocation: this choice as the manifest describes it; None: it is not made yet, or there is no budget.
     """
 
     recipe: Recipe
     source: Source
-    method: QuantMethod
-    assigned: Mapping[Key, QuantMethod]
-    blocks: list[list[Group]]
-    head: Group | None
-    vision_method: QuantMethod | None
-    vision_groups: list[Group]
-    schemes: Mapping[str, Scheme]
-    layers: Layers
     bytes_before: int
-    bytes_written: int
-    budget: Budget | None = None
-    budget_fault: str | None = None
-    allocation: dict[str, Any] | None = None
     statistics: Statistics | None = None
     statistics_fault: str | None = None
+    widths: Mapping[Key, QuantMethod] = field(default_factory=dict)
+    allocation: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, source: Source | None = None) -> Self:
+        """Look at a recipe and its model.
+
+        Args:
+            source: the recipe's model, if its headers have been read already.
+
+        Raises:
+            UserError: the model is quantized already, not whole, or of an unknown family.
+        """
+        source, statistics, fault = source or _read(recipe), None, None
+        before, source = sum(spec.nbytes for spec in source.stored.values()), _as_written(recipe, source)
+        if recipe.reduce:
+            recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
+        if recipe.calibrate.stats is not None:
+            statistics, fault = _or_fault(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
+        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_fault=fault)
+
+    def with_source(self, source: Source) -> Self:
+        """The same recipe on a model that was made from this one: in 16 bits, with an adapter merged, or rotated."""
+        return replace(self, source=_as_written(self.recipe, source))
+
+    @cached_property
+    def method(self) -> QuantMethod:
+        """The method of the decoder and of the output head."""
+        others = {**self.assigned, **self.widths}
+        if self.head:
+            others[self.head.layer, self.head.name] = vocabulary.head_method(self.recipe, self.source)
+        return QuantMethod(
+            self.recipe.method, self.recipe.options, others, getattr(self.recipe.exporter, "SCALES", None)
+        )
+
+    @cached_property
+    def assigned(self) -> dict[Key, QuantMethod]:
+        """(block, group name) -> method of the groups that the recipe's scheme itself gives to another one (`other` in
+        `vlmcompress.quantization.schemes`)."""
+        other = getattr(self.recipe.method, "other", None)
+        assigned: dict[Key, QuantMethod] = {}
+        methods: dict[str, QuantMethod] = {}
+        if other is None:
+            return {}
+        for group in (group for block in self.source.blocks for group in block):
+            choice = other(group.name.rpartition(".")[2], group.layer, len(self.source.blocks), self.recipe.options)
+            if choice is not None:
+                scheme, options = choice
+                if repr(choice) not in methods:
+                    module = SCHEMES.get(scheme)
+                    methods[repr(choice)] = QuantMethod(module, module.Options(**options))
+                assigned[group.layer, group.name] = methods[repr(choice)]
+        return assigned
+
+    @cached_property
+    def blocks(self) -> list[list[Group]]:
+        """For each block of the decoder, the groups of layers that are quantized."""
+        return [
+            [group for group in _unskipped(self.recipe, block) if self.method.of(group).scheme]
+            for block in self.source.blocks
+        ]
 
     @property
     def groups(self) -> list[Group]:
@@ -89,82 +122,81 @@ class Survey:
         return [group for block in self.blocks for group in block]
 
     @property
+    def head(self) -> Group | None:
+        """The output head, where it is quantized."""
+        return models.head_group(self.source.spec, len(self.source.blocks)) if self.recipe.head != "bf16" else None
+
+    @property
     def steps(self) -> list[list[Group]]:
         """What a run quantizes one after the other: the decoder's blocks, and after them the output head."""
         return [*self.blocks, [self.head]] if self.head else self.blocks
 
+    @cached_property
+    def vision_method(self) -> QuantMethod | None:
+        """The method of the vision tower; None: it stays in 16 bits."""
+        module = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
+        return QuantMethod(module, module.Options()) if module else None
+
+    @cached_property
+    def vision_groups(self) -> list[Group]:
+        """The vision tower's groups of layers that are quantized: each as a whole, as an engine may fuse it."""
+        return [
+            group
+            for group in vision_candidates(self.recipe, self.source)
+            if not any(side % VISION_MULTIPLE for shape in self.source.shapes(group) for side in shape)
+        ]
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """Quantized linear layer -> its number formats."""
+        parts = [(self.method, self.groups), (self.method, [self.head] if self.head else [])]
+        if self.vision_method:
+            parts.insert(1, (self.vision_method, self.vision_groups))
+        schemes = {
+            linear: scheme
+            for method, groups in parts
+            for group in groups
+            for linear in group.linears
+            if (scheme := method.of(group).scheme)
+        }
+        embedding = vocabulary.embedding_scheme(self.recipe, self.source)
+        return schemes | ({models.embedding_name(self.source.meta_model): embedding} if embedding else {})
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Which layers are quantized, as the written config says it."""
+        source = self.source
+        return describe_layers(
+            self.schemes,
+            source.meta_model,
+            source.written,
+            source.spec,
+            stored=source.stored,
+            kv_cache=bool(self.recipe.kv_cache),
+        )
+
+    @cached_property
+    def specs_written(self) -> dict[str, Spec]:
+        """Type and shape of every tensor that is written."""
+        source = self.source
+        kv_layers = len(models.attentions(source.meta_model, source.spec)) if self.recipe.kv_cache else 0
+        return output_specs(source.specs, self.schemes, source.names, self.recipe.exporter, kv_layers)
+
     @property
-    def undecided(self) -> bool:
-        """Whether the widths of groups depend on an allocation that has not been made."""
-        return self.budget is not None and self.allocation is None
+    def budget(self) -> Budget | None:
+        """The budget that the recipe's `bits` leave, which is still to be shared out; None: there is none."""
+        return self._budget[0]
 
+    @property
+    def budget_fault(self) -> str | None:
+        """Why the recipe's `bits` leave no budget."""
+        return self._budget[1]
 
-def survey(recipe: Recipe, *, source: Source | None = None, allocation: Allocation | None = None) -> Survey:
-    """Look at a recipe and its model.
-
-    Args:
-        source: the recipe's model, if its headers have been read already, or the rotated model.
-        allocation: how the budget of the recipe's `bits` was shared out.
-
-    Raises:
-        UserError: the model is quantized already, not whole, or of an unknown family.
-    """
-    source = _whole(recipe, source)
-    source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
-    if recipe.reduce:
-        recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
-    bytes_before = sum(spec.nbytes for spec in source.stored.values())
-    # What is written has an output head of its own where that is rotated or quantized.
-    if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
-        source = models.with_head(source)
-    assigned = _assigned(recipe, source)
-    others = {**assigned, **(allocation.methods if allocation else {})}
-    head, head_method = models.head_group(source.spec, len(source.blocks)), vocabulary.head_method(recipe, source)
-    others |= {(head.layer, head.name): head_method} if head_method else {}
-    method = QuantMethod(recipe.method, recipe.options, others, getattr(recipe.exporter, "SCALES", None))
-    blocks = [[group for group in _unskipped(recipe, block) if method.of(group).scheme] for block in source.blocks]
-    groups = [group for block in blocks for group in block]
-    vision_module = SCHEMES.get(recipe.vision) if recipe.vision != "bf16" else None
-    vision_method = QuantMethod(vision_module, vision_module.Options()) if vision_module else None
-    vision_groups = [  # a group as a whole, as an engine may fuse it
-        group
-        for group in vision_candidates(recipe, source)
-        if not any(side % VISION_MULTIPLE for shape in source.shapes(group) for side in shape)
-    ]
-    schemes = _schemes(method, groups) | (_schemes(vision_method, vision_groups) if vision_method else {})
-    schemes |= _schemes(method, [head]) if head_method else {}
-    if embedding := vocabulary.embedding_scheme(recipe, source):
-        schemes[models.embedding_name(source.meta_model)] = embedding
-    layers = describe_layers(
-        schemes, source.meta_model, source.written, source.spec, stored=source.stored, kv_cache=bool(recipe.kv_cache)
-    )
-    kv_layers = len(models.attentions(source.meta_model, source.spec)) if recipe.kv_cache else 0
-    written = output_specs(source.specs, schemes, source.names, recipe.exporter, kv_layers)
-    budget, budget_fault = allocation.budget if allocation else None, None
-    if recipe.bits and not allocation:
-        budget, budget_fault = _or_fault(budget_of, recipe, source, groups, written)
-    statistics, statistics_fault = None, None
-    if recipe.calibrate.stats is not None:
-        statistics, statistics_fault = _or_fault(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
-    return Survey(
-        recipe=recipe,
-        source=source,
-        method=method,
-        assigned=assigned,
-        blocks=blocks,
-        head=head if head_method else None,
-        vision_method=vision_method,
-        vision_groups=vision_groups,
-        schemes=schemes,
-        layers=layers,
-        bytes_before=bytes_before,
-        bytes_written=sum(spec.nbytes for spec in written.values()),
-        budget=budget,
-        budget_fault=budget_fault,
-        allocation=allocation.facts if allocation else None,
-        statistics=statistics,
-        statistics_fault=statistics_fault,
-    )
+    @cached_property
+    def _budget(self) -> tuple[Budget | None, str | None]:
+        if self.recipe.bits is None or self.allocation is not None:
+            return None, None
+        return _or_fault(budget_of, self.recipe, self.source, self.groups, self.specs_written)
 
 
 def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
@@ -199,20 +231,30 @@ def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
     ]
 
 
-def _whole(recipe: Recipe, source: Source | None) -> Source:
-    """The recipe's model, in 16 bits and whole; `source`: the model, if it is open. Raises `UserError` for another one."""
+def _read(recipe: Recipe) -> Source:
+    """The recipe's model, from its headers; of an FP8 checkpoint the 16-bit model that it stands for."""
     path = recipe.model
-    if source is None and recipe.from_quantized:
+    if recipe.from_quantized:
         if recipe.rotate:
             raise UserError("rotate needs a 16-bit source; leave out from_quantized, or convert it with --format bf16")
         return dequantized.outline(path)
-    if source is None:
-        models.spec_for(models.read_config(path, weights=False))  # the family first, whether there are weights or not
-        models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
-        source = Source.of(path)
+    models.spec_for(models.read_config(path, weights=False))  # the family first, whether there are weights or not
+    models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
+    return Source.of(path)
+
+
+def _as_written(recipe: Recipe, source: Source) -> Source:
+    """The source in the recipe's type, with an output head of its own where that is rotated or quantized.
+
+    Raises:
+        UserError: its files are not whole, or not of its config.
+    """
     if source.headers:
         models.check_files(source.path)
         models.check_shapes(source.path, source.meta_model, source.names)
+    source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
+    if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
+        source = models.with_head(source)
     return source
 
 
@@ -224,24 +266,6 @@ def _or_fault(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]
         return None, str(error)
 
 
-def _assigned(recipe: Recipe, source: Source) -> dict[Key, QuantMethod]:
-    """The groups that the recipe's scheme itself gives to another scheme (`other` in `vlmcompress.quantization.schemes`)."""
-    other = getattr(recipe.method, "other", None)
-    if other is None:
-        return {}
-    assigned: dict[Key, QuantMethod] = {}
-    methods: dict[str, QuantMethod] = {}
-    for group in (group for block in source.blocks for group in block):
-        choice = other(group.name.rpartition(".")[2], group.layer, len(source.blocks), recipe.options)
-        if choice is not None:
-            scheme, options = choice
-            if repr(choice) not in methods:
-                module = SCHEMES.get(scheme)
-                methods[repr(choice)] = QuantMethod(module, module.Options(**options))
-            assigned[group.layer, group.name] = methods[repr(choice)]
-    return assigned
-
-
 def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
     """A decoder block's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
     for group in block:
@@ -250,8 +274,3 @@ def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
             yield group
         elif kept:
             yield replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1)
-
-
-def _schemes(method: QuantMethod, groups: Sequence[Group]) -> dict[str, Scheme]:
-    """Map the linear layers of groups to their number formats."""
-    return {linear: scheme for group in groups for linear in group.linears if (scheme := method.of(group).scheme)}

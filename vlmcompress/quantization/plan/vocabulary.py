@@ -22,10 +22,8 @@ BALANCE = {"text": 1.0, "vision": 0.0, "answer": 1.0}
 _CODE_BITS = {"w8a16": 8, "w4a16": 4}
 
 
-def head_method(recipe: Recipe, source: Source) -> QuantMethod | None:
-    """How the output head is quantized; None: it stays as it is. 4 bits are calibrated where the run sees samples."""
-    if recipe.head == "bf16":
-        return None
+def head_method(recipe: Recipe, source: Source) -> QuantMethod:
+    """How an output head is quantized that does not stay in BF16. 4 bits are calibrated where the run sees samples."""
     name, options = presets.resolve_scheme(recipe.head)
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_refusal
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import json_digest
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
@@ -103,5 +102,4 @@ class ServedReducer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Sixteen characters that differ between reducers, for keys of caches of encoded images."""
-        text = json.dumps([__version__, self.chosen.plain(), self.counter and self.counter.plain()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return json_digest([__version__, self.chosen.plain(), self.counter and self.counter.plain()])[:16]
