@@ -78,6 +78,18 @@ def test_dry_run_shows_what_would_be_uploaded(made, capfd) -> None:
     assert before(made) == was
 
 
+def test_weights_are_read_for_an_upload_or_on_demand(made, tmp_path, capfd) -> None:
+    """A dry run takes the manifest's word for them."""
+    out = Path(shutil.copytree(made, tmp_path / "out"))
+    raw = bytearray((out / "model.safetensors").read_bytes())
+    raw[-100] ^= 1
+    (out / "model.safetensors").write_bytes(raw)
+    assert dry(out, capfd)["files"] == dry(made, capfd)["files"]
+    for flags in (["--dry-run", "--verify"], []):
+        assert cli.main(["push", str(out), "my-org/tiny-w4", *flags]) == 2
+        assert "is damaged, nothing is uploaded: files: changed: model.safetensors" in capfd.readouterr().err
+
+
 def test_metadata_is_what_the_hub_reads(made, capfd, tmp_path) -> None:
     """Oracle: huggingface_hub's own classes read the header, lose nothing of it, and find each value where it belongs."""
     text = dry(made, capfd, "--base-model", "lab/original-7b")["card"]

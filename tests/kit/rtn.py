@@ -70,6 +70,7 @@ def parts(
         files=folder,
         tensors=checkpoint.plan_tensors(source, compressed_tensors, quantized, changed, kv_scales),
         quantized=quantized,
+        shapes={name: tuple(weight.q.shape) for name, (weight, *_) in quantized.items()},
         exporter=compressed_tensors,
         layers=describe_layers(
             {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},

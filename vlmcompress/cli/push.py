@@ -25,6 +25,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")
     parser.add_argument(
+        "--verify", action="store_true", help="with --dry-run: read the weights, too, as an upload does"
+    )
+    parser.add_argument(
         "--base-model",
         metavar="ORG/NAME",
         help="the original's id (a draft's target's); default: as the manifest knows it",
@@ -43,7 +46,8 @@ def run(args: argparse.Namespace) -> Outcome:
     publish.check_id(args.repository, "repository")
     out = Path(args.out)
     drafts = (out / draft_folder.FACTS).is_file()
-    for check in examine_draft(out, None) if drafts else diagnose(out):
+    weights = args.verify or not args.dry_run
+    for check in examine_draft(out, None) if drafts else diagnose(out, weights=weights):
         if not check.ok:
             raise UserError(f"{out} is damaged, nothing is uploaded: {check.name}: {check.detail}")
     if drafts:

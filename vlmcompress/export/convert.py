@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models
-from vlmcompress.export import manifest, tokenizers
+from vlmcompress.export import manifest
 from vlmcompress.export.formats import ExportFormat, Writer, files_problems, format_problems
 from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.manifest import MANIFEST
@@ -66,8 +66,6 @@ def convert(
     model_config = stored.meta_model.config.to_dict()
     for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
         raise UserError(reason)
-    if problem := tokenizers.compare_tokenizers(writer, source, model_config).problem:
-        raise UserError(problem)
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
@@ -91,6 +89,7 @@ def convert(
         files=source,
         tensors=tensors,
         quantized=stored,
+        shapes={name: layer.shape for name, layer in stored.layers.items()},
         exporter=writer,
         layers=layers,
         config=config,

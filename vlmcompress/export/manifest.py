@@ -6,7 +6,7 @@ No dates, no paths of the machine: the same inputs give the same file, but for `
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -150,15 +150,15 @@ def build(
     }
 
 
-def hash_files(folder: Path) -> dict[str, dict]:
-    """Hash the files below `folder`, the manifest aside: name -> sha256 and size, sorted by name."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files if path != folder / MANIFEST}
-
-
 def hash_file(path: Path) -> dict[str, str | int]:
     """What the manifest records of a file: its sha256 and size."""
     return {"sha256": sha256(path), "size": path.stat().st_size}
+
+
+def hash_files(folder: Path, describe: Callable[[Path], dict] = hash_file) -> dict[str, dict]:
+    """What the manifest records of each file below `folder`, itself aside, by name and sorted."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): describe(path) for path in files if path != folder / MANIFEST}
 
 
 def read_manifest(folder: Path) -> dict:
@@ -175,19 +175,23 @@ def read_manifest(folder: Path) -> dict:
 
 def checkpoint_hash(folder: Path) -> str:
     """`identity.model_hash` of a folder; of what we wrote the manifest's hashes are taken, but of files written to since."""
-    path, files = folder / MANIFEST, identity.model_files(folder)
-    if not path.is_file():
+    files = identity.model_files(folder)
+    if not (folder / MANIFEST).is_file():
         return identity.content_hash(files)
-    recorded, written, hashes = read_manifest(folder)["files"], path.stat().st_ctime_ns, {}
-    for file in files:
-        record, stat = recorded.get(file.name), file.stat()
-        if record and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written:
-            hashes[file.name] = record["sha256"]
+    recorded = read_manifest(folder)["files"]
+    hashes = {path.name: recorded[path.name]["sha256"] for path in files if _untouched(path, recorded.get(path.name))}
     return identity.content_hash(files, hashes)
 
 
+def _untouched(path: Path, record: Mapping[str, Any] | None) -> bool:
+    """Whether a file has the size that the manifest next to it records, and was not written to since that was."""
+    stat, written = path.stat(), (path.parent / MANIFEST).stat().st_ctime_ns
+    return record is not None and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written
+
+
 def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compare the hashes of a checkpoint's weights and config with its manifest; all of these files are read.
+    """Compare the hashes of a checkpoint's weights and config with its manifest. Files that were written to since, or copied
+    later than it, are read.
 
     Raises:
         UserError: one of them is missing, not recorded, or not what was written.
@@ -201,7 +205,7 @@ def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
         if Path(name).name != name or record is None or not path.is_file():
             what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
             raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
-        if path.stat().st_size != record["size"] or sha256(path) != record["sha256"]:
+        if not _untouched(path, record) and hash_file(path) != record:
             raise UserError(
                 f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
                 "of other weights; copy the checkpoint or quantize again"

@@ -148,7 +148,10 @@ class Stored(Mapping[str, Quantized]):
         for layer in self.layers.values():
             for local, entry in layer.entries.items():
                 # Global scales are float32 in every format, and no weight's own.
-                if entry.spec.dtype not in tensor_files.FLOATS or "global" in local or local == "weight_scale_2":
+                kind = entry.spec.dtype
+                if kind not in tensor_files.FLOATS or "global" in local or local == "weight_scale_2":
+                    continue
+                if tensor_files.DTYPES[kind] == dtype:
                     continue
                 value = tensor_files.read_tensor(entry)
                 if not torch.equal(value.to(dtype).float(), value.float()):

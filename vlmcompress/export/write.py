@@ -67,6 +67,7 @@ class Checkpoint:
         original: folder of the model that it is made from; `files`: that whose other files are copied.
         tensors: in the order in which they are written.
         quantized: linear layer (memory name) -> weight, scheme, input scale. Each is read once, when its turn comes.
+        shapes: linear layer that is quantized -> its weight's.
         exporter: the format that is written, a module of `vlmcompress.export.formats`; `layers`: what its config files say.
         config: what config.json holds besides the format's block.
         manifest: what `manifest.build` returned; files and sizes are added.
@@ -81,6 +82,7 @@ class Checkpoint:
     files: Path
     tensors: list[OutputTensor]
     quantized: Mapping[str, Quantized]
+    shapes: Mapping[str, tuple[int, ...]]
     exporter: Writer
     layers: Layers
     config: dict
@@ -132,11 +134,11 @@ def write(
         with phase("writing"):
             if hasattr(checkpoint.exporter, "write_files"):
                 parts = _parts(tree, checkpoint)
-                after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
                 tokens = tokenizers.compare_tokenizers(checkpoint.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
                 warnings += [tokens.warning] if tokens.warning else []
+                after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
             else:
                 after = write_weights(
                     tree, checkpoint.tensors, limit, checkpoint.quantized, checkpoint.exporter, progress
@@ -166,9 +168,17 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
             return value
         return origin() if callable(origin) else cast(Tensor, origin)
 
-    specs = {name: tensor.spec for name, tensor in plain.items()}
-    image = processor.image_processor.to_dict()
-    return Parts(specs, read, checkpoint.quantized, config, image, checkpoint.original.name)
+    schemes = {names[0]: scheme for names, scheme in checkpoint.layers.quantized.items()}
+    return Parts(
+        specs={name: tensor.spec for name, tensor in plain.items()},
+        read=read,
+        entries={name: tensor.origin for name, tensor in plain.items() if isinstance(tensor.origin, Entry)},
+        layers={name: (scheme, checkpoint.shapes[name]) for name, scheme in schemes.items()},
+        quantized=checkpoint.quantized,
+        config=config,
+        image=processor.image_processor.to_dict(),
+        title=checkpoint.original.name,
+    )
 
 
 def written_config(

@@ -363,6 +363,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         files=recipe.inputs_folder,
         tensors=plan_tensors(plan.source, recipe.exporter, every, changed, kv_scales),
         quantized=every,
+        shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in every},
         exporter=recipe.exporter,
         layers=plan.layers,
         config=written_config(plan.source, every, recipe.reduce, run.counter, settings),

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,9 +138,11 @@ def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
 
 def read_tensor(entry: Entry) -> Tensor:
     """The values of one stored tensor."""
+    data = torch.empty(entry.end - entry.start, dtype=torch.uint8).numpy().data
     with entry.file.open("rb") as file:
         file.seek(entry.start)
-        data = bytearray(file.read(entry.end - entry.start))
+        if file.readinto(data) < len(data):
+            raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
     return _view(entry, data, 0).contiguous()
 
 
@@ -155,8 +158,8 @@ def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     return {name: _view(entry, files[entry.file], entry.start) for name, entry in entries.items()}
 
 
-def _view(entry: Entry, data: bytearray | mmap.mmap, offset: int) -> Tensor:
-    """The tensor whose bytes begin at `offset` of `data`."""
+def _view(entry: Entry, data: Any, offset: int) -> Tensor:
+    """The tensor whose bytes begin at `offset` of a buffer."""
     dtype, count = DTYPES[entry.spec.dtype], (entry.end - entry.start) // DTYPES[entry.spec.dtype].itemsize
     if not count:
         return torch.empty(entry.spec.shape, dtype=dtype)

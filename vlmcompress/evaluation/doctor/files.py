@@ -2,18 +2,21 @@
 
 Nothing is trusted that can be computed: files are hashed, headers measured, and the model is built without weights exactly
 as transformers builds it for this config, so that a tensor that would be silently re-initialized shows as missing.
-Damage gives a failing check, not an exception.
+Weights are read once, a part at a time, for their hashes and their numbers. Damage gives a failing check, not an exception.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
@@ -31,25 +34,32 @@ from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_files import Entry
 from vlmcompress.utils.text import size, smaller
 
+_PART = 1 << 20  # bytes of a file that are looked at together: they stay in a core's cache
+_WEIGHTS = (".safetensors", ".gguf", ".bin")
+_NOT_FINITE, _NOT_POSITIVE = "holds NaN or infinity", "is not positive"
 
-def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
+
+def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) -> list[Finding]:
     """Examine the checkpoint in `path`.
 
     Args:
         path: folder that `vlmcompress quantize` wrote.
         source: the original, to compare sizes and identity with.
+        weights: read them; without it their files are known by their sizes and headers, and no number is looked at.
 
     Raises:
         UserError: `source` is not a folder.
     """
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give that of the original")
-    subject = _Subject(Path(path), source)
+    subject = _Subject(Path(path), source, weights)
     if subject.other and source is not None:
         raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
     checks: dict[str, Finding] = {}
     with models.quiet_transformers():
         for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
+            if examine is _values and not weights:
+                continue
             failed = [need for need in needs if not checks[need].ok]
             if failed:
                 checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
@@ -66,8 +76,15 @@ def diagnose(path: Path, source: Path | None = None) -> list[Finding]:
 class _Subject:
     """The checkpoint under examination; its parts are read once and shared by all examinations."""
 
-    def __init__(self, path: Path, source: Path | None):
-        self.path, self.source = path, source
+    def __init__(self, path: Path, source: Path | None, weights: bool):
+        self.path, self.source, self.weights = path, source, weights
+        self._passes: dict[Path, _Pass] = {}
+
+    def read_through(self, file: Path) -> _Pass:
+        """What reading a file of weights shows; the first call reads it."""
+        if file not in self._passes:
+            self._passes[file] = _read_through(file)
+        return self._passes[file]
 
     @functools.cached_property
     def other(self) -> Any:
@@ -141,13 +158,73 @@ class _Subject:
         return compressed_tensors.group_of(self.quantization, name)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass over a file shows: its hash and size as the manifest has them, and what is wrong with its numbers."""
+
+    described: dict[str, str | int]
+    faults: list[str]
+
+
+def _read_through(file: Path) -> _Pass:
+    """Read a safetensors file once, `_PART` bytes at a time. One without a header that can be read is hashed alone."""
+    try:
+        entries = tensor_files.read_entries(file)
+    except UserError:
+        entries = []
+    digest, faults, size = hashlib.sha256(), list[str](), file.stat().st_size
+    buffer = torch.empty(_PART, dtype=torch.uint8)
+    memory = buffer.numpy().data
+    with file.open("rb") as stream:
+
+        def parts(end: int) -> Iterator[Tensor]:
+            while count := stream.readinto(memory[: end - stream.tell()]):
+                digest.update(memory[:count])
+                yield buffer[:count]
+
+        for entry in entries:
+            dtype = tensor_files.DTYPES[entry.spec.dtype]
+            deque(parts(entry.start), 0)  # the header
+            found = {
+                fault for part in parts(entry.end) if dtype.is_floating_point for fault in _faults(part.view(dtype))
+            }
+            if _NOT_FINITE in found:
+                faults.append(f"tensor '{entry.name}' in {file.name} {_NOT_FINITE}")
+            elif found and entry.name.endswith("_scale"):
+                faults.append(f"scale '{entry.name}' in {file.name} {_NOT_POSITIVE}")
+        deque(parts(size), 0)
+    return _Pass({"sha256": digest.hexdigest(), "size": size}, faults)
+
+
+def _faults(values: Tensor) -> Iterator[str]:
+    """What is wrong with some of `values`, seen by their bits: as integers, floats of one sign are in order of magnitude."""
+    width = values.dtype.itemsize
+    signed, unsigned = (values.view(torch.uint8).numpy().view(f"{kind}{width}") for kind in "iu")
+    if signed.min() <= 0:
+        yield _NOT_POSITIVE
+    largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype)
+    finite = int.from_bytes(tensor_files.to_bytes(largest), "little")
+    if signed.max() > finite or unsigned.max() > finite + (1 << 8 * width - 1):
+        yield _NOT_FINITE
+
+
 def _manifest(subject: _Subject) -> str:
     content = manifest.read_manifest(subject.path)
     return f"schema {content['schema_version']}, written by vlmcompress {content['created_by'].get('vlmcompress')}"
 
 
 def _files(subject: _Subject) -> str:
-    recorded, hashes = manifest.read_manifest(subject.path)["files"], manifest.hash_files(subject.path)
+    recorded = manifest.read_manifest(subject.path)["files"]
+
+    def describe(path: Path) -> dict:
+        if path.suffix not in _WEIGHTS:
+            return manifest.hash_file(path)
+        if not subject.weights:
+            name = path.relative_to(subject.path).as_posix()
+            return {**recorded.get(name, {}), "size": path.stat().st_size}
+        return subject.read_through(path).described
+
+    hashes = manifest.hash_files(subject.path, describe)
     wrong = {
         "missing": sorted(recorded.keys() - hashes.keys()),
         "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
@@ -156,7 +233,7 @@ def _files(subject: _Subject) -> str:
     if any(wrong.values()):
         what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
         raise UserError(f"{what}; copy the folder again or quantize again")
-    return f"{len(hashes)} files have the recorded hashes"
+    return f"{len(hashes)} files have the recorded hashes" + ("" if subject.weights else ", weights at least the sizes")
 
 
 def _weights(subject: _Subject) -> str:
@@ -307,16 +384,9 @@ def _types(subject: _Subject) -> str:
 
 
 def _values(subject: _Subject) -> str:
-    for entry in subject.entries.values():
-        dtype = tensor_files.DTYPES[entry.spec.dtype]
-        if not dtype.is_floating_point:
-            continue
-        tensor = tensor_files.read_tensor(entry)
-        tensor = tensor.float() if dtype.itemsize == 1 else tensor
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"tensor '{entry.name}' in {entry.file.name} holds NaN or infinity")
-        if entry.name.endswith("_scale") and not (tensor > 0).all():
-            raise UserError(f"scale '{entry.name}' in {entry.file.name} is not positive")
+    for file in models.shards(subject.path):
+        for fault in subject.read_through(file).faults:
+            raise UserError(fault)
     return "all numbers finite, all scales positive"
 
 

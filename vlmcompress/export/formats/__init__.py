@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from vlmcompress.models.layer_names import Layers, Names
     from vlmcompress.numerics import QTensor, Scheme
-    from vlmcompress.utils.tensor_files import Spec
+    from vlmcompress.utils.tensor_files import Entry, Spec
 
 
 class ExportFormat(Protocol):
@@ -125,13 +125,17 @@ class Parts:
 
     Attributes:
         specs: parameter (memory name) that is not quantized -> type and shape; `read` reads it.
-        quantized: linear layer (memory name) -> weight, scheme, scale of static activations; lazy.
+        entries: those of them whose bytes are in a file -> where.
+        layers: linear layer (memory name) that is quantized -> scheme and shape `[out, in]`.
+        quantized: linear layer (memory name) -> weight, scheme, scale of static activations; read at each look.
         config: transformers' configuration with all defaults; `image`: the settings of its image processor.
         title: the model's name for people.
     """
 
     specs: Mapping[str, Spec]
     read: Callable[[str], Tensor]
+    entries: Mapping[str, Entry]
+    layers: Mapping[str, tuple[Scheme, tuple[int, ...]]]
     quantized: Mapping[str, tuple[QTensor, Scheme, Tensor | None]]
     config: Mapping[str, Any]
     image: Mapping[str, Any]

@@ -71,11 +71,10 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, offset: int) -> dict[str, Tensor]:
     """Make the tensors that are stored for one linear layer. Raises `UserError` for a scale that is no 16-bit float."""
     bits, columns = scheme.weights.bits, qt.q.shape[1]
-    centre = 2 ** (bits - 1)
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
-        "qweight": pack_words(qt.q.to(torch.int32) + centre, bits).T.contiguous(),
-        "qzeros": pack_words(zero.T.to(torch.int32) + centre - offset, bits),
+        "qweight": pack_words(qt.q, bits).T.contiguous(),
+        "qzeros": pack_words(zero.T - offset, bits),
         "scales": to_float16(qt.scale, "GPTQ").T.contiguous(),
         "g_idx": _group_index(columns, scheme.weights),
     }
@@ -97,12 +96,11 @@ def read(
             lies beyond the codes.
     """
     fmt = scheme.weights
-    centre = 2 ** (fmt.bits - 1)
-    q = (unpack_words(stored["qweight"].T.contiguous(), fmt.bits) - centre).to(torch.int8)
+    q = unpack_words(stored["qweight"].T, fmt.bits, shape[1])
     if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _group_index(q.shape[1], fmt)):
         raise UserError("the inputs of its groups are not in turn (desc_act), which no engine runs any more")
     # v1 stores z - 1 modulo 2^b, so that a zero point of 0 wraps to the largest code: one beyond the codes tells it.
-    zero = unpack_words(stored["qzeros"], fmt.bits) + offset - centre
+    zero = unpack_words(stored["qzeros"], fmt.bits, shape[0]).int() + offset
     if zero.max() > fmt.qmax:
         raise UserError("a zero point lies beyond the codes, which other formats do not hold; quantize the original")
     if fmt.symmetric and zero.any():

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vlmcompress.export.packing import pack_words, to_float16, unpack_words
+from vlmcompress.export.packing import parts, to_float16
 from vlmcompress.models.layer_names import Layers, Names
 from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
 from vlmcompress.numerics import Format, QTensor, Scheme
@@ -30,8 +30,12 @@ from vlmcompress.utils.tensor_files import Spec
 FORMAT = "awq"
 KV_SCALES = None
 GROUPS = (-1, 32, 64, 128)
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the order in which its kernel unpacks pairs of 16-bit floats from a word
-_CENTRE = 8  # what is added to signed codes and zero points
+_PAIRS = (
+    (0, 2),
+    (4, 6),
+    (1, 3),
+    (5, 7),
+)  # columns in the halves of a word's bytes: its kernel unpacks pairs of 16-bit floats
 
 
 def storage(scheme: Scheme) -> str:
@@ -80,8 +84,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     """The tensors stored for one linear layer. Raises UserError for a scale that is no 16-bit float."""
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
-        "qweight": pack_words(qt.q.T.to(torch.int32) + _CENTRE, 4, _ORDER),
-        "qzeros": pack_words(zero.T.to(torch.int32) + _CENTRE, 4, _ORDER),
+        "qweight": _packed(qt.q),
+        "qzeros": _packed(zero),
         "scales": to_float16(qt.scale, "AutoAWQ").T.contiguous(),
     }
 
@@ -146,8 +150,29 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     Raises:
         UserError: symmetric weights have other zero points than 8.
     """
-    zero = (unpack_words(stored["qzeros"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
+    zero = _unpacked(stored["qzeros"])
     if scheme.weights.symmetric and zero.any():
         raise UserError("the config calls the weights symmetric, and their zero points are not all 8; mend the config")
-    q = (unpack_words(stored["qweight"], 4, _ORDER) - _CENTRE).T.to(torch.int8).contiguous()
-    return QTensor(q, stored["scales"].T.contiguous(), None if scheme.weights.symmetric else zero, scheme.weights), None
+    codes, zero_point = _unpacked(stored["qweight"]), None if scheme.weights.symmetric else zero
+    return QTensor(codes, stored["scales"].T.contiguous(), zero_point, scheme.weights), None
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Pack int8 codes `[out, n]` into int32 words `[n, out / 8]`: whole rows at a time, two to a byte."""
+    rows = codes.contiguous().view(torch.uint8).view(-1, 8, codes.shape[1])
+    packed = torch.empty(len(rows), 4, codes.shape[1], dtype=torch.uint8, device=codes.device)
+    for part in parts(codes, len(rows), 8 * codes.shape[1]):
+        for byte, (low, high) in enumerate(_PAIRS):
+            packed[part, byte] = ((rows[part, low] & 15) | (rows[part, high] << 4)) ^ 0x88  # adds 8 to both, modulo 16
+    return packed.view(-1, codes.shape[1]).T.reshape(-1).view(torch.int32).view(codes.shape[1], -1)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """The int8 codes `[out, n]` in words `[n, out / 8]`: the inverse of `_packed`."""
+    packed = words.contiguous().view(torch.uint8).T.contiguous().view(-1, 4, len(words))
+    codes = torch.empty(len(packed), 8, len(words), dtype=torch.uint8, device=words.device)
+    for part in parts(words, len(packed), 8 * len(words)):
+        for byte, (low, high) in enumerate(_PAIRS):
+            codes[part, low] = (packed[part, byte] & 15) - 8
+            codes[part, high] = (packed[part, byte] >> 4) - 8
+    return codes.view(torch.int8).view(-1, len(words))

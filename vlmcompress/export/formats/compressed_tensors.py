@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.models.layer_names import EMBEDDING, Kept, Layers, Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
@@ -160,16 +161,14 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
         if input_scale is not None:  # transformers computes with the type that it finds
             stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
         return stored
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    bits = scheme.weights.bits  # the helper adds 2^(b-1) to codes and zero points itself
+    bits = scheme.weights.bits
     stored = {
-        "weight_packed": pack_to_int32(qt.q, bits).contiguous(),
+        "weight_packed": pack_words(qt.q, bits),
         "weight_scale": qt.scale.contiguous(),
         "weight_shape": torch.tensor(qt.q.shape, dtype=torch.int64),
     }
     if qt.zero_point is not None:
-        stored["weight_zero_point"] = pack_to_int32(qt.zero_point, bits, packed_dim=0).contiguous()
+        stored["weight_zero_point"] = pack_words(qt.zero_point.T, bits).T.contiguous()
     return stored
 
 
@@ -380,10 +379,8 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
         return QTensor(unpack_fp4(stored["weight_packed"]), stored["weight_scale"], None, scheme.weights), None
     if kind != "pack-quantized":
         return QTensor(stored["weight"], stored["weight_scale"], None, scheme.weights), stored.get("input_scale")
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    bits, scale = scheme.weights.bits, stored["weight_scale"]
-    q, zero = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape)), stored.get("weight_zero_point")
+    bits, zero = scheme.weights.bits, stored.get("weight_zero_point")
     if zero is not None:
-        zero = unpack_from_int32(zero, bits, scale.shape, packed_dim=0)
-    return QTensor(q, scale, zero, scheme.weights), None
+        zero = unpack_words(zero.T, bits, shape[0]).T.contiguous()
+    q = unpack_words(stored["weight_packed"], bits, shape[1])
+    return QTensor(q, stored["weight_scale"], zero, scheme.weights), None

@@ -32,8 +32,9 @@ from vlmcompress.export.gguf.plan import TensorPlan, check_complete, planned
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
+from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_files import Entry, Spec
 
 FORMAT = "gguf"
 KV_SCALES = None
@@ -184,16 +185,25 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    try:
+    writer.close()
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
         for plan in plans:
+            start = end = writer.ggml_pad(end, writer.data_alignment)
             try:
-                value = plan.make()
+                for piece in plan.make():
+                    if isinstance(piece, Entry):
+                        tensor_files.copy_at(piece, file.fileno(), end)
+                        end += piece.spec.nbytes
+                    else:
+                        tensor_files.write_at(file.fileno(), tensor_files.to_bytes(piece), end)
+                        end += piece.nbytes
             except UserError as error:
                 raise UserError(f"{plan.name}: {error}") from error
-            writer.write_tensor_data(value.contiguous().view(torch.uint8).numpy())
+            if end - start != plan.nbytes:
+                raise ValueError(f"{plan.name}: planned as {plan.nbytes} bytes, made as {end - start}")
             yield plan.nbytes
-    finally:
-        writer.close()
+        file.truncate(writer.ggml_pad(end, writer.data_alignment))
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.openvino import REGISTRY, OpenvinoFamily, Packed, pruning, write_openvino
 from vlmcompress.export.openvino import token_ids as _token_ids
-from vlmcompress.export.packing import to_float16
+from vlmcompress.export.packing import pack_bits, to_float16
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils.errors import UserError
@@ -75,23 +75,15 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     """The bytes of one linear layer's codes and zero points, two of 4 bits in each, the first in its lower half; and scales."""
     storage(scheme)
     fmt = qt.format
-    packed = {"weight": _packed(qt.q, fmt.bits, fmt.symmetric)}
+    packed = {"weight": pack_bits(qt.q, fmt.bits, signed=fmt.symmetric)}
     packed["weight_scale"] = to_float16(qt.scale, "OpenVINO").flatten()
     if qt.zero_point is not None:
-        packed["weight_zero_point"] = _packed(qt.zero_point, fmt.bits, False)
+        packed["weight_zero_point"] = pack_bits(qt.zero_point, fmt.bits)
     return packed
 
 
 def _bytes(count: int, bits: int) -> Spec:
     return Spec("U8", ((count * bits + 7) // 8,))
-
-
-def _packed(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    values = codes.flatten().to(torch.int16) + (0 if signed else 2 ** (bits - 1))
-    if bits == 8:
-        return (values & 255).to(torch.uint8)
-    values = torch.nn.functional.pad(values & 15, (0, len(values) % 2))
-    return (values[::2] | (values[1::2] << 4)).to(torch.uint8)
 
 
 def configs(layers: Layers) -> dict[str, dict]:
@@ -180,8 +172,7 @@ class _Parameters:
         self.parts, self.progress = parts, progress
         self.used: set[str] = set()
         self.sizes = {name: spec.nbytes for name, spec in parts.specs.items()}
-        for layer, (weight, scheme, _) in parts.quantized.items():
-            rows, columns = weight.q.shape
+        for layer, (scheme, (rows, columns)) in parts.layers.items():
             stored = specs(scheme, rows, columns, "F16").values()
             self.sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in stored)
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmcompress.export.packing import to_float16
+from vlmcompress.export.packing import parts, to_float16
 from vlmcompress.numerics import Format, QTensor, pack_fp4
 from vlmcompress.utils.errors import UserError
 
@@ -78,14 +78,7 @@ def pack(qt: QTensor) -> Tensor:
         scales = qt.scale.view(torch.uint8).view(rows, -1, 4)  # of four blocks of 16 together, before their codes
         return torch.cat([scales, halves], -1).view(rows, -1)
     blocks = columns // BLOCK
-    scale = _per_block(to_float16(qt.scale, "GGUF"), rows, blocks)
-    head = [scale]
-    if kind == "Q8_0":
-        body = qt.q.view(torch.uint8).view(rows, blocks, BLOCK)
-    else:
-        # [rows, blocks, 2, 16]: weight i of a block in the lower half of byte i, weight i + 16 in the upper one.
-        codes = (qt.q.to(torch.int16) + 8).to(torch.uint8).view(rows, blocks, 2, BLOCK // 2)
-        body = codes[:, :, 0] | (codes[:, :, 1] << 4)
+    head = [_per_block(to_float16(qt.scale, "GGUF"), rows, blocks)]
     if kind == "Q4_1":
         assert qt.zero_point is not None
         # m = -s (z + 8), the weight of the lowest code, rounded to float16; exact in float64.
@@ -98,13 +91,29 @@ def pack(qt: QTensor) -> Tensor:
                 f"{MOST}; use symmetric weights"
             )
         head.append(_per_block(minimum, rows, blocks))
-    parts = [part.contiguous().view(torch.uint8).view(rows, blocks, 2) for part in head]
-    return torch.cat([*parts, body], -1).view(rows, -1)
+    packed = torch.empty(rows, blocks, BYTES[kind], dtype=torch.uint8, device=qt.q.device)
+    for place, values in enumerate(head):
+        packed[:, :, 2 * place : 2 * place + 2] = values.contiguous().view(torch.uint8).view(rows, blocks, 2)
+    codes, start = qt.q.contiguous(), 2 * len(head)
+    for part in parts(codes, rows, columns):
+        if kind == "Q8_0":
+            packed[part, :, start:] = codes[part].view(torch.uint8).view(-1, blocks, BLOCK)
+            continue
+        # Weight i of a block in the lower half of byte i, weight i + 16 in the upper one. Sixteen codes move as one number.
+        halves = codes[part].view(torch.complex128).view(-1, 2)
+        low, high = (halves[:, half].contiguous().view(torch.uint8) for half in (0, 1))
+        low &= 15
+        high <<= 4
+        low |= high
+        low ^= 0x88  # adds 8 to both, modulo 16
+        packed[part, :, start:] = low.view(-1, blocks, BLOCK // 2)
+    return packed.view(rows, -1)
 
 
-def matrix_scale(qt: QTensor) -> Tensor | None:
-    """The number, float32 `[1]`, by which ggml multiplies the product with a matrix; None where its type has none."""
-    return None if qt.global_scale is None else 1 / qt.global_scale.float().view(1)
+def matrix_scale(qt: QTensor) -> Tensor:
+    """The number, float32 `[1]`, by which ggml multiplies the product with a matrix of NVFP4."""
+    assert qt.global_scale is not None
+    return 1 / qt.global_scale.float().view(1)
 
 
 def in_order(packed: Tensor, columns: Sequence[int] | None, kind: str) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vlmcompress.export.formats import Parts
 from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import DTYPES
+from vlmcompress.utils.tensor_files import DTYPES, Entry
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number that is not quantized."""
@@ -33,14 +33,14 @@ class TensorPlan:
         sources: the parameters that it is made of.
         kind: its ggml type.
         shape: as in memory.
-        make: gives its bytes `[rows, bytes]`, or its numbers.
+        make: yields its bytes or numbers, a piece at a time; an entry of a file: those that stand there.
     """
 
     name: str
     sources: tuple[str, ...]
     kind: str
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    make: Callable[[], Iterator[Tensor | Entry]]
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class TensorPlan:
 
 def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list[TensorPlan]:
     """The tensors of a file, in the order of the rules; `side`: "language" or "vision"."""
-    plans = []
+    plans, scales = [], dict[str, Tensor]()
     for rule in model.rules:
         pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
         experts: dict[str, dict[int, str]] = {}  # target -> number of the expert -> parameter
@@ -63,13 +63,11 @@ def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list
                 experts.setdefault(target, {})[expert] = name
         for target, names in experts.items():
             sources = [names[number] for number in sorted(names)]
-            each = [_plan(rule, source, target, parts, facts, side) for source in sources]
+            each = [_plan(rule, source, target, parts, facts, side, scales) for source in sources]
             plans.append(_stacked(each) if rule.stacked else each[0])
-            if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source
-                weights = [parts.quantized[source.removesuffix(".weight")] for source in sources]
-                scales = [cast(Tensor, matrix_scale(weight)) for weight, *_ in weights]
+            if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source, known once these are packed
                 name, count = target.removesuffix("weight") + "scale", (len(sources),)
-                plans.append(TensorPlan(name, (), "F32", count, functools.partial(torch.cat, scales)))
+                plans.append(TensorPlan(name, (), "F32", count, functools.partial(map, scales.pop, sources)))
     return plans
 
 
@@ -97,12 +95,20 @@ def _stacked(plans: list[TensorPlan]) -> TensorPlan:
         tuple(source for plan in plans for source in plan.sources),
         first.kind,
         (len(plans), *first.shape),
-        lambda: torch.cat([plan.make() for plan in plans]),
+        lambda: itertools.chain.from_iterable(plan.make() for plan in plans),
     )
 
 
-def _plan(rule: TensorRule, source: str, target: str, parts: Parts, facts: ModelFacts, side: str) -> TensorPlan:
-    """The tensor of one parameter."""
+def _plan(
+    rule: TensorRule,
+    source: str,
+    target: str,
+    parts: Parts,
+    facts: ModelFacts,
+    side: str,
+    scales: MutableMapping[str, Tensor],
+) -> TensorPlan:
+    """The tensor of one parameter; once it is made, `scales` has the number of its matrix, if its type has one."""
     part, of = rule.part
     rows, columns = (list(order(facts)) if order else None for order in (rule.rows, rule.columns))
 
@@ -111,13 +117,17 @@ def _plan(rule: TensorRule, source: str, target: str, parts: Parts, facts: Model
         return matrix if rows is None else matrix[rows]
 
     module = source.removesuffix(".weight")
-    if module in parts.quantized and source.endswith(".weight"):
-        qt = parts.quantized[module][0]
-        kind = block_type(qt.format)
-        size = (qt.q.shape[0] // of, qt.q.shape[1])
-        return TensorPlan(
-            target, (source,), kind, size, lambda: in_order(chosen(pack(parts.quantized[module][0])), columns, kind)
-        )
+    if module in parts.layers and source.endswith(".weight"):
+        scheme, (height, width) = parts.layers[module]
+        kind = block_type(scheme.weights)
+
+        def packed() -> Iterator[Tensor]:
+            weight = parts.quantized[module][0]
+            if kind == "NVFP4":
+                scales[source] = matrix_scale(weight)
+            yield in_order(chosen(pack(weight)), columns, kind)
+
+        return TensorPlan(target, (source,), kind, (height // of, width), packed)
 
     def changed(value: Tensor) -> Tensor:
         value = value if columns is None else value[:, columns]
@@ -130,14 +140,18 @@ def _plan(rule: TensorRule, source: str, target: str, parts: Parts, facts: Model
     if len(shape) < 2 or spec.dtype == "F32" or any(part in target for part in ALWAYS_F32):
         kind = "F32"
 
-    def make() -> Tensor:
+    def make() -> Iterator[Tensor | Entry]:
+        changes = kind != spec.dtype or kind == "F16" or of > 1 or rows or columns or rule.change or rule.add
+        if not changes and source in parts.entries:
+            yield parts.entries[source]
+            return
         value = changed(chosen(parts.read(source)))
         value = value.float() + rule.add if rule.add else value
         rounded = value.to(DTYPES[kind]).contiguous()
-        if kind == "F16" and not rounded.isfinite().all():
+        if kind == "F16" and int((rounded.view(torch.int16) & 0x7FFF).amax()) >= 0x7C00:  # infinity and NaN
             raise UserError(
                 f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
             )
-        return rounded
+        yield rounded
 
     return TensorPlan(target, (source,), kind, shape, make)
