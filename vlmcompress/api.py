@@ -3,10 +3,12 @@
     import vlmcompress
 
     recipe = vlmcompress.Recipe.of("MODEL", "OUT", scheme="awq", calibrate={"data": "images"}, reduce="divprune:0.5")
-    checkpoint = vlmcompress.quantize(recipe) results = vlmcompress.evaluate(checkpoint.out, "MODEL", limit=200)
+    checkpoint = vlmcompress.quantize(recipe)
+    results = vlmcompress.evaluate(checkpoint.out, "MODEL", limit=200)
     results.suites[0].overall.difference
 
-Keys of a recipe are those of recipe files. Bad input raises `UserError`, whose one line says what, where and what to do.
+Recipe keys are those of recipe files. Bad input raises `UserError`; its message is one line that names the problem, its
+place and the remedy.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ __all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calib
 
 
 def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
-    """Write the checkpoint that a recipe asks for.
+    """Write the checkpoint that a recipe describes.
 
     Args:
         recipe: what to do; its `out` names the folder to write.
-        restart: begin anew where an interrupted run left finished work, which is used otherwise.
+        restart: start over; by default, the finished work of an interrupted run is reused.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
@@ -74,9 +76,9 @@ def calibrate(
 
     Args:
         recipe: its model, data, seed, reducer and `kv_cache` decide what is collected; its scheme does not.
-        needs: names of the statistics to collect, from `KINDS`; None: `gram`, `absmax` and `absmean`, all that a scheme
-            reads without options. `mbq` and the balances `auto` and `mbq` read `gradient`, too, and `bits.by` luq and
-            qvlm `entropy`.
+        needs: names of the statistics to collect, from `KINDS`; None: `gram`, `absmax` and `absmean`, which suffice for
+            every scheme with default options except `mbq`. `mbq` and the balances `auto` and `mbq` also need `gradient`;
+            `bits.by` luq and qvlm need `entropy`.
         restart, overwrite, progress: as in `quantize`.
 
     Raises:
@@ -115,16 +117,20 @@ def evaluate(
         baseline: the original, or the report of an earlier evaluation of it.
         suites: names (`vlmcompress list suites`), task files or data; none: the bundled world.
         data: a local copy of the suite's data; alone: questions and answers.
-        columns: of questions and answers, field of a sample (`image`, `question`, `answer`, ...) -> the column it is read from.
-        skip_bad: how many unusable rows may be skipped: below 1 a share, else a number. engine: `vllm`, `hf`
-        (transformers) or `openai:URL`, or an engine. baseline_engine: the same for the baseline; None: the same
-        engine. reduce: `METHOD:KEEP`, used in place of the candidate's own reducer; `hf` only. speculative: JSON of
-        vLLM's `--speculative-config`, for the candidate; with `vllm` only. ray: a Ray cluster whose workers share the
-        questions: `auto`, `HOST:PORT` of its head, or `local` for one made here. limit: the most questions to ask of
-        each suite. seed: seed of the choice of questions, and of the engine. score: how answers to `data` of your own
-        are scored: `auto`, or see `vlmcompress eval --help`. margins: allowed drop in accuracy, as a share, by suite;
-        "" for all others. journal: file that keeps answers as they come; an interrupted run goes on from there.
-        restart: ask all anew, and empty the journal. progress: called with (label, done, total).
+        columns: field of a sample (`image`, `question`, `answer`, ...) -> the column of `data` that it is read from.
+        skip_bad: how many unusable rows may be skipped: below 1 a share, else a number.
+        engine: `vllm`, `hf` (transformers) or `openai:URL`, or an `Engine`.
+        baseline_engine: the baseline's engine; None: the same one.
+        reduce: `METHOD:KEEP`, used in place of the candidate's own reducer; with `hf` only.
+        speculative: JSON of vLLM's `--speculative-config`, for the candidate; with `vllm` only.
+        ray: a Ray cluster whose workers share the questions: `auto`, `HOST:PORT` of its head, or `local` to start one here.
+        limit: maximum number of questions per suite.
+        seed: seed of the choice of questions, and of the engine.
+        score: how answers to your own `data` are scored: `auto`, or see `vlmcompress eval --help`.
+        margins: allowed drop in accuracy, as a share, by suite; "" for all others.
+        journal: file to which answers are appended as they arrive; an interrupted run resumes from it.
+        restart: empty the journal and ask all questions again.
+        progress: called with (label, done, total).
 
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
@@ -186,7 +192,7 @@ def attach(vlm: VLM, reducer: str) -> Attachment:
         reducer: `METHOD:KEEP` or `METHOD:KEEP,OPTION=VALUE`, as on the command line, e.g. `divprune:0.25`.
 
     Raises:
-        UserError: there is no such reducer, or it does not go with this model.
+        UserError: there is no such reducer, or it does not support this model.
     """
     return _attach(vlm, parse_reducer(reducer))
 

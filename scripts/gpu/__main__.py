@@ -1,4 +1,4 @@
-"""One command for the day a GPU is there: what can only be seen on one is run, measured and kept.
+"""One command for a machine with a GPU: run, measure and record what only a GPU can show.
 
 scripts/gpu_check                    all that is left, about 50 minutes on an H100; results in eval/gpu.json
 scripts/gpu_check --list             the steps: what each proves, about how long it takes, done or not
@@ -41,7 +41,7 @@ _TAG = "import sys; print('cp%d%d' % sys.version_info[:2])"
 
 
 class BadInput(Exception):
-    """Raised for arguments that don't go together; its text is one line."""
+    """Conflicting arguments; the message is one line."""
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(only: Sequence[str], tier: str | None = None) -> list[Step]:
-    """The steps to run: all, or those that are named, with the parts that are named; of a tier, if one is named."""
+    """The steps to run: all, or the named steps and parts; only those of a tier, if one is given."""
     all_names = {step.name for step in STEPS} | set(names(STEPS))
     if unknown := [name for name in only if name not in all_names]:
         there = ", ".join(step.name for step in STEPS)
@@ -83,7 +83,7 @@ def chosen(only: Sequence[str], tier: str | None = None) -> list[Step]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what a call asks for; returns the exit code. Raises `BadInput`, `record.Broken` and `wheels.Unfit`."""
+    """Run a call and return its exit code. Raises `BadInput`, `record.Broken` and `wheels.Unfit`."""
     if (args.fetch is None) != (args.machine is None):
         raise BadInput("--fetch FOLDER and --for PYTHON go together, as in --fetch wheels --for 3.12")
     if args.fetch:

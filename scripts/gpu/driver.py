@@ -1,4 +1,4 @@
-"""Run the parts that are left, each in a process of its own, and record each when it is done.
+"""Run the remaining parts, each in its own process, and record each when it is done.
 
 A part that can't run here is recorded as skipped, with the reason, and is tried again by the next call. One that fails, or
 takes longer than four times its minutes and one, or than its step's limit, is recorded with its last lines, and the others
@@ -68,7 +68,7 @@ class Check:
 
 
 def run(check: Check, steps: Sequence[Step]) -> list[str]:
-    """Run what is left of some steps. Returns the names of parts left for want of time; raises `record.Broken`."""
+    """Run the remaining parts of some steps. Returns the parts for which no time was left; raises `record.Broken`."""
     began, gpu, left = time.monotonic(), machine.gpu(), []
     device = gpu.name if gpu else machine.CPU
     for step in steps:
@@ -92,7 +92,7 @@ def run(check: Check, steps: Sequence[Step]) -> list[str]:
 
 
 def unable(check: Check, step: Step, part: Part, gpu: bool) -> str | None:
-    """The reason why a part can't run here, in one line; None where it can."""
+    """The one-line reason why a part can't run here; None if it can."""
     if step.gpu and not gpu and not check.tiny:
         return "no NVIDIA GPU: nvidia-smi names none"
     interpreter = machine.python(check.interpreter)
@@ -127,7 +127,7 @@ def one(check: Check, step: Step, part: Part) -> dict[str, Any]:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """End a part's process with all that it started: its session by a signal, engines' own ones by their lifelines."""
+    """End a part's process and its children: its session by a signal, engines in other sessions by their lifelines."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, kind)
@@ -142,7 +142,7 @@ def _words(log: Path, most: int = 8) -> list[str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, shortened; empty where git can't tell."""
+    """The short commit of the checkout; empty if git fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(machine.ROOT), "rev-parse", "--short=12", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
@@ -150,7 +150,7 @@ def commit() -> str:
 
 
 def say(name: str, outcome: dict[str, Any]) -> None:
-    """Print a line about a part that is done, and what it says of itself."""
+    """Print a line about a finished part, with its summary."""
     print(f"{name}: {outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
     lines = [outcome["reason"]] if "reason" in outcome else outcome.get("error", [])
     for line in lines:

@@ -1,4 +1,4 @@
-"""What this machine has: its GPU as the driver names it, the packages of the Python that runs the steps, and versions."""
+"""Describe this machine: its GPU by the driver's name, the packages of the Python that runs the steps, and versions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gpu:
 
 
 def gpu() -> Gpu | None:
-    """Ask the driver; None where there is none or it can't tell."""
+    """Query the driver; None if there is no GPU or the query fails."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
         name, memory, driver, capability = (word.strip() for word in done.stdout.splitlines()[0].split(","))
@@ -95,7 +95,7 @@ def target_here() -> str:
 
 
 def describe(place: Place) -> dict[str, Any]:
-    """Describe what the figures are measured on. Failed where there is a GPU that torch can't compute on."""
+    """Describe the machine of the figures. Raises `Failed` for a GPU that torch can't compute on."""
     import torch
 
     here = gpu()

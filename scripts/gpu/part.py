@@ -29,11 +29,11 @@ class Place:
 
 
 class Skipped(Exception):
-    """Raised by a part that can't run here; its text is the reason, a line."""
+    """A part can't run here; the message is the reason in one line."""
 
 
 class Failed(Exception):
-    """Raised by a part that found what should not be, with what it found."""
+    """A part found a problem; it holds the part's result."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ def last_lines(text: str, most: int = LINES) -> list[str]:
 
 
 def outcome(module: str, place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run a part, whatever happens in it."""
+    """Run a part, and record any exception."""
     try:
         name, _, function = module.partition(":")
         result = getattr(importlib.import_module(name), function or "run")(place, **arguments)

@@ -1,4 +1,4 @@
-"""The file of results: what became of each part that was run.
+"""The file of results: the outcome of each part that was run.
 
     {"schema": 1, "parts": {"STEP/PART": {"status", "seconds", "when", "device", "commit", ...}}}
 
@@ -19,11 +19,11 @@ STATUSES = ("passed", "failed", "skipped")
 
 
 class Broken(Exception):
-    """Raised for a file of results that can't be used; its text is one line."""
+    """An unusable file of results; the message is one line."""
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the parts of a file; none where there is no file. Raises `Broken`."""
+    """The parts in a file; empty without a file. Raises `Broken`."""
     if not path.exists():
         return {}
     try:
@@ -58,6 +58,6 @@ def add(path: Path, name: str, part: Mapping[str, Any]) -> bool:
 
 
 def done(parts: Mapping[str, Mapping[str, Any]], name: str, device: str) -> bool:
-    """Whether a part ran on this device, to whatever end; a skipped one did not."""
+    """Whether a part ran on this device, with any outcome but skipped."""
     part = parts.get(name, {})
     return part.get("status") in ("passed", "failed") and part.get("device") == device

@@ -103,10 +103,10 @@ def shape(place: Place, name: str, kind: str) -> Shape:
 
 
 def model(place: Place, name: str, kind: str, apart: bool = False) -> Path:
-    """Return the folder of the unquantized checkpoint, made if it isn't there.
+    """Return the folder of the unquantized checkpoint, which is created if missing.
 
     Args:
-        apart: make it in another process, so that this one's peak memory is that of its own work.
+        apart: create it in another process, so that it does not count in this one's peak memory.
     """
     folder = place.work / f"{name}-{kind}" / "bf16"
     if kind == "full":  # of which only one is kept at a time, as disks are small where machines are lent
@@ -119,7 +119,7 @@ def model(place: Place, name: str, kind: str, apart: bool = False) -> Path:
 
 
 def vlm(place: Place, name: str, kind: str) -> Any:
-    """The unquantized model on the GPU, where there is one, and on no disk."""
+    """The unquantized model in memory, on the GPU if there is one."""
     from vlmcompress import models
 
     built, processor = _built(shape(place, name, kind))
@@ -128,7 +128,7 @@ def vlm(place: Place, name: str, kind: str) -> Any:
 
 
 def quantized(place: Place, name: str, kind: str, scheme: str, options: Mapping[str, Any], label: str) -> Path:
-    """Return the folder of a quantized checkpoint, made if it isn't there."""
+    """Return the folder of a quantized checkpoint, which is created if missing."""
     source = model(place, name, kind)
     folder = source.with_name(label)
     if not (folder / "config.json").is_file():
@@ -169,7 +169,7 @@ def reduced(full: Path, reduce: str) -> Path:
 
 
 def calibration(place: Place, large: bool = False) -> Path:
-    """Return the calibration data, made if they aren't there: drawn pictures with a question and an answer.
+    """Return the calibration data, created if missing: drawn pictures with a question and an answer.
 
     Args:
         large: 128 pictures of 1000 x 1000 pixels instead of 16 of 448 x 448.
@@ -199,7 +199,7 @@ def _draw(folder: Path, size: tuple[int, int], number: int) -> None:
 
 
 def _made(folder: Path, make: Callable[[Path], None], mark: str = "config.json") -> Path:
-    """Make a folder aside and rename it, unless it is there with its file `mark`."""
+    """Create a folder under a temporary name and rename it, unless it exists with its file `mark`."""
     if not (folder / mark).is_file():
         partial = folder.with_name(f".{folder.name}.partial")
         for stale in (partial, folder):

@@ -1,4 +1,4 @@
-"""Bring the small packages along that a machine with torch and transformers, and without a package index, lacks.
+"""Bundle the small packages that are missing on a machine with torch and transformers but without a package index.
 
 `fetch` downloads their wheels, in the versions that this project pins, for the Python and processor of that machine; `unpack`
 lays them into a folder there, which the parts' processes find before what is installed. No pip is needed there.

@@ -148,7 +148,7 @@ def test_columns_and_bad_rows_on_the_command_line(capfd, model, tmp_path):
         (columns, "calib.jsonl line 9: question is missing or empty"),
         (["--columns", "question"], "'question' names no column; write FIELD=COLUMN"),
         (["--columns", "questions=q"], "'questions', which is no field; did you mean 'question'?"),
-        (["--skip-bad", "some"], "--skip-bad some is no number of rows"),
+        (["--skip-bad", "some"], "--skip-bad some is not a number of rows"),
     ]:
         assert cli.main([*command, *flags]) == 2
         assert says in capfd.readouterr().err

@@ -187,7 +187,7 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
         assert cli.main(["quantize", str(source), "-o", str(target), *reduce]) == 0
     block = ("--block-size", BLOCK) if flags else ()
     assert cli.main(list(map(str, ["draft", target, "-o", out, "--calib", data, *FEW, *flags, *block]))) == 0
-    assert ("note: vLLM serves Medusa heads up to 0.32" in capsys.readouterr().err) is ("medusa" in flags)
+    assert ("note: vLLM serves Medusa heads only up to 0.32" in capsys.readouterr().err) is ("medusa" in flags)
     image = data.parent / "0.png"
     job = {"folder": str(target), "dtype": "float32", "max_tokens": 16, "image": str(image), "block_size": BLOCK}
     setting = draft_folder.speculative_config(out, target)
@@ -278,7 +278,7 @@ def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
         assert code == 2 and "was trained for another checkpoint" in err and "--from" in err
     code, out, _ = run(capsys, "doctor", plain, "--draft", draft)
     assert code == 2 and "was trained for another checkpoint" in out
-    with pytest.raises(UserError, match="is no draft of vlmcompress"):
+    with pytest.raises(UserError, match="is not a draft of vlmcompress"):
         draft_folder.speculative_config(plain, reduced)
     trained, text = Draft.of(draft), models.read_config(plain)["text_config"]
     for key, value, reason in (
@@ -289,14 +289,14 @@ def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
         assert reason in trained.mismatch({"text_config": text | {key: value}})
     qwen2 = tiny.build("qwen2-vl", tmp_path / "qwen2")
     code, _, err = run(capsys, "draft", qwen2, "-o", tmp_path / "no", "--calib", data)
-    assert code == 2 and "Qwen2VLForConditionalGeneration gives no hidden states" in err
+    assert code == 2 and "Qwen2VLForConditionalGeneration passes no hidden states" in err
     for flags, message in (
         (("--steps", 0), "--steps is 0"),
-        (("--images", "visionzip:0.5"), "chosen by a method that looks at features alone"),
+        (("--images", "visionzip:0.5"), "chosen by a method that uses only features"),
         (("--images", "nothing"), "nothing"),
         (("--kind", "medusa", "--images", "all"), "reads the target's last hidden state alone"),
-        (("--from", draft, "--kind", "medusa"), "--kind is as in the draft that --from names"),
-        (("--from", plain), "is no draft of vlmcompress"),
+        (("--from", draft, "--kind", "medusa"), "--kind is fixed by the draft of --from"),
+        (("--from", plain), "is not a draft of vlmcompress"),
     ):
         code, _, err = run(capsys, "draft", plain, "-o", tmp_path / "no", "--calib", data, *flags)
         assert code == 2 and message in err and not (tmp_path / "no").exists(), err
@@ -304,7 +304,7 @@ def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
     with pytest.raises(UserError, match="one token each, which leaves a draft nothing to guess"):
         _check_answers(SimpleNamespace(batches=[short, short], first=1), data)
     code, _, err = run(capsys, "serve", reduced, "--draft", draft, "--speculative-config", "{}")
-    assert code == 2 and "--draft stands for a --speculative-config" in err
+    assert code == 2 and "--draft and --speculative-config exclude each other" in err
 
 
 def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
@@ -351,4 +351,4 @@ def test_plan_counts_it(draft, reduced, capsys):
         == 2 * 2 * 32 * 2
     )
     code, _, err = run(capsys, "plan", reduced, "--draft", draft, "--speculative", "ngram")
-    assert code == 2 and "--draft stands for a --speculative" in err
+    assert code == 2 and "--draft and --speculative exclude each other" in err

@@ -90,7 +90,7 @@ ENDS = {
     "errors that find no room": ("list --nope 2>/dev/full", 2, None),
     "the reader left": ("list | true; exit ${PIPESTATUS[0]}", 0, None),
     "the reader of errors left": ("list --nope 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, None),
-    "no number": ("list", 2, "RANK is 'x', which is no number; "),
+    "no number": ("list", 2, "RANK is 'x', which is not a number; "),
     "not UTF-8": ("doctor $'a\\xff'", 2, r"'a\xff' is not UTF-8; rename"),
 }
 

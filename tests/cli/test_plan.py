@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_a_verdict(models, capsys):
 
 def test_without_a_machine_there_is_no_verdict(models, capsys):
     code, text, _ = run(capsys, models["llava"])
-    assert code == 0 and "name it with --memory" in text
+    assert code == 0 and "give it with --memory" in text
 
 
 def test_notes_about_types_of_the_cache(models, capsys):

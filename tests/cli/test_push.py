@@ -74,7 +74,7 @@ def test_dry_run_shows_what_would_be_uploaded(made, capfd) -> None:
     output = capfd.readouterr().out
     assert f"Would upload {len(was)} files, " in output and "to my-org/tiny-w4 (private if new):" in output
     assert "  | license: other\n" in output and all(name in output for name in was)
-    assert "The card names no original, as only a folder is known; say --base-model ORG/NAME." in output
+    assert "The card names no original, as it was a local folder; add --base-model ORG/NAME." in output
     assert before(made) == was
 
 
@@ -203,7 +203,7 @@ def test_without_a_token_or_a_network(made, monkeypatch, capfd) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_nothing")
     assert "http://127.0.0.1:9 cannot be reached (ConnectError); run it again" in said()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or look with --dry-run" in said()
+    assert "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or use --dry-run" in said()
 
 
 def test_upload(made, server, monkeypatch, capfd, tmp_path) -> None:
@@ -232,7 +232,7 @@ def test_upload(made, server, monkeypatch, capfd, tmp_path) -> None:
     capfd.readouterr()
     server.refuses = '"license" must be one of [apache-2.0, ...]'
     assert cli.main(push) == 2
-    assert "error: the Hub does not take the card (Invalid metadata in README.md." in capfd.readouterr().err
+    assert "error: the Hub refuses the card (Invalid metadata in README.md." in capfd.readouterr().err
     server.refuses = ""
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     capfd.readouterr()

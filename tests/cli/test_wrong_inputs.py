@@ -186,7 +186,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "m --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
             "m --scheme": "--scheme needs a value",
             "m --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
-            "m --scheme rtn --tp 0": "--tp 0 is no number of devices; give 1 or more",
+            "m --scheme rtn --tp 0": "--tp 0 is not a number of devices; give 1 or more",
             "m --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
             "m --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
             "m --scheme rtn --bits four": "--bits: invalid int value: 'four'",
@@ -252,7 +252,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--engine vlm": "unknown engine 'vlm'; did you mean 'vllm'",
             "--gate strickt": "no bundled gate is called 'strickt'; did you mean 'strict'",
             "--gate demo --max-drop 0.01": "--gate and --max-drop exclude each other",
-            "--max-drop 1.5": "--max-drop 1.5 is no share",
+            "--max-drop 1.5": "--max-drop 1.5 is not a share",
             f"--engine openai:http://127.0.0.1:{free_port()}/v1 --data calib.jsonl": "no server answers at",
         },
     )
@@ -267,7 +267,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--engine vllm --prompts 2": "--prompts is 2; take at least 4",
             "--engine vllm --source x": "--source is for examining files; leave out --engine vllm",
             "--engine sglang": "--engine: no 'sglang'",
-            "--prompts 9": "--prompts is for asking an engine; add --engine vllm",
+            "--prompts 9": "--prompts is for the check in an engine; add --engine vllm",
         },
     )
     yield "report nothing -o page", "nothing"
@@ -276,8 +276,8 @@ def commands() -> Iterator[tuple[str, str]]:
         {
             "ct --format awk -o new": "unknown format 'awk'; did you mean 'awq'",
             "ct --format modelopt -o new": "ModelOpt files hold",
-            "ct --format fp8 -o new": "are read, not written",
-            "ct --format compressed-tensors -o new": "is compressed-tensors already",
+            "ct --format fp8 -o new": "can only be read",
+            "ct --format compressed-tensors -o new": "is already compressed-tensors",
             "ct --format awq -o ct": "is inside the source model",
             f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
             "nothing --format awq -o new": f"has no {MANIFEST}",
@@ -312,8 +312,8 @@ def commands() -> Iterator[tuple[str, str]]:
         INSPECT,
         {
             "--reduce dart:2": "keep must be a number above 0 and at most 1, got 2",
-            "--reduce relevance:0.5": "'relevance' looks at the question; add --question",
-            "--reduce dart:0.5 -o x.jpg": "--out x.jpg: a picture is written; name it FILE.png",
+            "--reduce relevance:0.5": "'relevance' is query-aware; add --question",
+            "--reduce dart:0.5 -o x.jpg": "--out x.jpg is a picture; name it FILE.png",
             "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
             "--reduce dart:0.5 --image calib.jsonl": "is not an image that Pillow can read",
             "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
@@ -347,7 +347,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--reduce fastv:0.5": "--reduce fastv",
             "--speculative mpt": "did you mean 'mtp'",
             "--speculative mtp:x": "a number from 1 to 100",
-            "--speculative mtp": "the model has no head that drafts tokens; use ngram",
+            "--speculative mtp": "the model has no draft head; use ngram",
         },
     )
     yield RECOVER, "recover: nothing to recover from; say with --reduce"
@@ -376,7 +376,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--hidden 4096": "--hidden is 4096; it should be at most 1024",
             "--lr 2": "--lr is 2; it should be above 0 and below 1",
             "--lr nan": "--lr is nan; it should be above 0 and below 1",
-            "--keep 0.001": "of these images, of at most 16 tokens, is no token, so they would be kept whole; give",
+            "--keep 0.001": "of these images, of at most 16 tokens, is less than one, so they would be kept whole; give",
             "--keep 0.25,cover=1": "keep is '0.25,cover=1', should be a number",
             "--keep half": "--keep half: 'learned': keep is 'half', should be a number",
             "--keep auto": "--keep auto: training needs a share",
@@ -397,15 +397,15 @@ def formats() -> Iterator[tuple[str, str, str]]:
         ("openvino", "qwen", "--scheme int8", "use a weight-only scheme"),
         ("openvino", "qwen", "--scheme rtn --bits 3", "integer weights of 4 or 8 bits"),
         ("openvino", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
-        ("openvino", "qwen", "--scheme none --reduce divprune:0.5", "has no reducer of visual tokens but cdpruner"),
+        ("openvino", "qwen", "--scheme none --reduce divprune:0.5", "supports only the reducer cdpruner"),
         ("openvino", "qwen", "--scheme none --reduce cdpruner:1/3", "drops whole percents"),
         ("openvino", "llava", "--scheme none --reduce cdpruner:0.5", "drops no visual tokens of the family llava"),
         ("openvino", "internvl", "--scheme rtn", "max_patches = 12, the processor by 4"),
-        ("openvino", "glm4v", "--scheme rtn", "not written for the family glm4v"),
+        ("openvino", "glm4v", "--scheme rtn", "does not support the family glm4v"),
         ("gguf", "qwen2_vl", "--scheme int8", "activations"),
-        ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp has no place"),
+        ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp does not support"),
         ("gguf", "qwen", "--scheme rtn", "112 pixels"),
-        ("gguf", "glm4v", "--scheme rtn", "not written for the family glm4v"),
+        ("gguf", "glm4v", "--scheme rtn", "does not support the family glm4v"),
     ):
         yield family, f"quantize {family} -o new --format {form} {flags}", message
 
@@ -440,7 +440,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "truncated weights": (cut(WEIGHTS, -100), GPTQ, "truncated|shorter|bytes"),
     "pickled weights": (lambda: os.rename(WEIGHTS, "llava/pytorch_model.bin"), GPTQ, "safetensors"),
     "nan in weights": (nan_in_weights, GPTQ, "lm_head|NaN"),
-    "nan in answers": (answers_of_nan, f"{LEARN} --steps 12 --every 4", "what the model answers holds NaN"),
+    "nan in answers": (answers_of_nan, f"{LEARN} --steps 12 --every 4", "the model's logits hold NaN"),
     "layers for tokens": (
         edit(CONFIG, text_config__num_hidden_layers=HUGE),
         TOKENS,
@@ -472,12 +472,12 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "endless license": (link("llava/LICENSE", "/dev/zero"), RTN, "LICENSE is a device, a pipe or a link"),
     "license nowhere": (link("llava/LICENSE", "nowhere"), RTN, "LICENSE is a device, a pipe or a link"),
     # headers of weights
-    "nested header": (header(NESTED), RTN, "not a whole safetensors file"),
-    "metadata that are no object": (header('{"__metadata__":{"format":1}}'), RTN, "not a whole safetensors file"),
+    "nested header": (header(NESTED), RTN, "not a complete safetensors file"),
+    "metadata that are no object": (header('{"__metadata__":{"format":1}}'), RTN, "not a complete safetensors file"),
     "shape of letters": (
         header('{"a":{"dtype":"F32","shape":"ab","data_offsets":[0,8]}}'),
         RTN,
-        "not a whole safetensors file",
+        "not a complete safetensors file",
     ),
     # files nested so deep that a parser would end the process
     "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "not (a )?(readable|valid)"),
@@ -569,13 +569,13 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "file to learn into": (
         write("new.safetensors", "mine"),
         LEARN,
-        "is there already; choose another name, or add --ov",
+        "exists already; choose another name, or add --ov",
     ),
     "folder to learn into": (lambda: os.mkdir("new.safetensors"), f"{LEARN} --overwrite", "is a folder"),
     "file of others to learn into": (
         lambda: save_file({"a": torch.ones(2)}, "new.safetensors"),
         f"{LEARN} --overwrite",
-        "is no scorer, so it is not ours to overwrite",
+        "is not a scorer, so it is not overwritten",
     ),
     "recipe in itself": (write("r.yaml", "scheme: rtn\noptions: &a\n  bits: *a\n"), RECIPE, "holds itself"),
     "recipe from nobody": (lambda: os.mkfifo("r.yaml"), RECIPE, "cannot read recipe .*pipe"),
@@ -583,12 +583,12 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "manifest of other weights": (
         edit(f"out/{MANIFEST}", **{"files__model.safetensors__sha256": "0" * 64}),
         "report-error out",
-        "model.safetensors is not what was written, its hash",
+        "model.safetensors has changed since it was written",
     ),
     "another config": (
         edit("out/config.json", image_seq_length=17),
         "report-error out",
-        "config.json is not what was wri",
+        "config.json has changed",
     ),
     "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report-error out", "files should be an object"),
     "errors of nothing": (manifest({}), "report-error new2", "no decoder layer of"),

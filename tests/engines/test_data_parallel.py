@@ -121,9 +121,9 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
-    with pytest.raises(UserError, match="has other files than where the run was started; copy it there again$"):
+    with pytest.raises(UserError, match="differs from the one where the run was started; copy it there again$"):
         data_parallel.answer_part(part)
-    with pytest.raises(UserError, match="is not there on node .*; put the model at the same path on every node$"):
+    with pytest.raises(UserError, match="does not exist on node .*; put the model at the same path on every node$"):
         data_parallel.answer_part(dataclasses.replace(part, model=str(tmp_path / "none")))
 
 

@@ -262,4 +262,4 @@ def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
     reduced = tmp_path / "reduced"
     assert main(["quantize", str(source), "--scheme", "rtn", "--reduce", "divprune:0.5", "-o", str(reduced)]) == 0
     assert main(["export", str(reduced), "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
-    assert "has no reducer of visual tokens but cdpruner" in capsys.readouterr().err
+    assert "supports only the reducer cdpruner" in capsys.readouterr().err

@@ -17,11 +17,11 @@ from vlmcompress.utils.errors import UserError
     [
         (("suites", 0, "samples"), -1, "suites.0.samples"),
         (("suites", 0, "overall", "n"), -5, "suites.0.overall.n"),
-        (("suites", 0, "overall", "difference"), float("nan"), "NaN, which is no number"),
+        (("suites", 0, "overall", "difference"), float("nan"), "NaN, which is not a number"),
         (("suites", 0, "agreement"), 7, "suites.0.agreement"),
         (("candidate", "weight_bytes"), -1, "candidate.weight_bytes"),
         (("candidate", "weight_bytes"), 10**400, "candidate.weight_bytes"),
-        (("bench", "summary", "serve", "cold", "ttft_p50_ms", "ratio"), 0, "a time or a size of nothing"),
+        (("bench", "summary", "serve", "cold", "ttft_p50_ms", "ratio"), 0, "a time or a size of zero"),
     ],
 )
 def test_results_that_cannot_be(where, value, message, tmp_path):
@@ -40,5 +40,5 @@ def test_results_that_cannot_be(where, value, message, tmp_path):
 def test_pictures_that_are_none(picture, tmp_path):
     results = make_results()
     results = results.model_copy(update={"pictures": {sample.id: [picture] for sample in results.samples}})
-    with pytest.raises(UserError, match="a picture that is no PNG"):
+    with pytest.raises(UserError, match="a picture that is not a PNG"):
         files.write_report(results, tmp_path / "report")

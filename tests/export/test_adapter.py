@@ -104,12 +104,12 @@ def without(folder, part):
 
 
 BAD = {
-    "another method": (lambda f: edited(f, peft_type="IA3"), "peft_type 'IA3' is not merged here"),
+    "another method": (lambda f: edited(f, peft_type="IA3"), "peft_type 'IA3' is not supported"),
     "of parameters": (lambda f: edited(f, target_parameters=["experts.gate_up_proj"]), "target_parameters"),
     "pissa": (lambda f: edited(f, init_lora_weights="pissa_niter_4"), "changes the base's weights as well"),
     "no alpha": (lambda f: edited(f, lora_alpha="much"), "lora_alpha of .* is 'much', and should be a number"),
-    "slow pattern": (lambda f: edited(f, alpha_pattern={"(a+)+": 4}), "alpha_pattern '\\(a\\+\\)\\+' is not read"),
-    "dora without lengths": (lambda f: edited(f, use_dora=True), "and use_dora of the config do not belong together"),
+    "slow pattern": (lambda f: edited(f, alpha_pattern={"(a+)+": 4}), "alpha_pattern '\\(a\\+\\)\\+' is not supported"),
+    "dora without lengths": (lambda f: edited(f, use_dora=True), "and use_dora of the config do not match"),
     "half": (lambda f: without(f, "q_proj.lora_B"), "lacks lora_B"),
     "other layers": (
         lambda f: renamed(f, "self_attn", "attention"),
@@ -117,9 +117,9 @@ BAD = {
     ),
     "other shapes": (lambda f: renamed(f, "down_proj", "up_proj"), "has A and B of .*, and the base's weight is"),
     "pickled": (lambda f: (f / adapter.WEIGHTS).rename(f / "adapter_model.bin"), "only pickled weights"),
-    "cut short": (lambda f: (f / adapter.WEIGHTS).write_bytes(b"\x10"), "not a whole safetensors file"),
+    "cut short": (lambda f: (f / adapter.WEIGHTS).write_bytes(b"\x10"), "not a complete safetensors file"),
     "no config": (lambda f: (f / adapter.CONFIG).write_text("{"), "adapter_config.json is not readable"),
-    "no base": (lambda f: edited(f, base_model_name_or_path="/gone"), "names the base '/gone', which is not here"),
+    "no base": (lambda f: edited(f, base_model_name_or_path="/gone"), "names the base '/gone', which does not exist"),
 }
 
 
@@ -215,7 +215,7 @@ def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
     shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
     assert (base / "chat_template.jinja").read_text() != template
     assert cli.main(["quantize", str(folder), "-o", str(out), "--scheme", "none"]) == 0
-    assert "the adapter's own tokenizer and chat template took the place" in capsys.readouterr().err
+    assert "the adapter's tokenizer and chat template replaced" in capsys.readouterr().err
     vlm = models.load(out)
     assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
     assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()

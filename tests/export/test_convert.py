@@ -243,7 +243,7 @@ def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path
         ("w8a16", {}, "awq", "4-bit integer weights"),
         ("w4-asymmetric", {}, "gptq", "symmetric weights only"),
         ("int8", {}, "modelopt", "ModelOpt files hold"),
-        ("fp8", {}, "compressed-tensors", "is compressed-tensors already"),
+        ("fp8", {}, "compressed-tensors", "is already compressed-tensors"),
         ("fp8", {}, "awk", "unknown format 'awk'; did you mean 'awq'"),
     ],
 )
@@ -285,18 +285,18 @@ def block(**values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("qzeros"), "lacks tensor '.*qzeros' of a quantized layer"),
+        (drop("qzeros"), "tensor '.*qzeros' of a quantized layer"),
         (drop("norm.weight"), "checkpoint lacks 1 tensors"),
         (cut, "its scheme needs I32"),
-        (shuffled, "not in turn"),
+        (shuffled, "not in the order of groups"),
         (endless, "NaN or infinite"),
         (block(bits=3), "2, 4 or 8 bits"),
         (block(group_size=64), "its scheme needs"),
         (block(group_size="128"), "group_size '128'"),
         (block(sym=None), "sym None"),
-        (block(dynamic={"+:(": {}}), "no regular expression"),
-        (block(quant_method="bitsandbytes"), "of kind 'bitsandbytes', which is not read"),
-        (block(dynamic=[1]), "is none of gptq"),
+        (block(dynamic={"+:(": {}}), "not a regular expression"),
+        (block(quant_method="bitsandbytes"), "of the unsupported kind 'bitsandbytes'"),
+        (block(dynamic=[1]), "is not valid for gptq"),
     ],
 )
 def test_damaged_files_are_refused(change, message, ours, tmp_path):
@@ -329,5 +329,5 @@ def test_a_checkpoint_of_ours_that_was_changed_is_refused(ours, tmp_path):
     weights = tensors(tmp_path / "ct")
     name = next(name for name in weights if name.endswith("norm.weight"))
     save_file(weights | {name: weights[name] + 1}, tmp_path / "ct" / "model.safetensors")
-    with pytest.raises(UserError, match="is not what was written"):
+    with pytest.raises(UserError, match="has changed since it was written"):
         convert(tmp_path / "ct", tmp_path / "out", "awq")

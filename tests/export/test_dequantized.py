@@ -77,7 +77,7 @@ def test_auto_rounds_config():
     assert translated(block | {"packing_format": "auto_round:auto_awq"})["quant_method"] == "awq"
     assert translated(block | {"packing_format": "auto_round:exllamav2"})["checkpoint_format"] == "gptq_v2"
     for other in ({"data_type": "mx_fp"}, {"act_bits": 8}, {"extra_config": ["lm_head"]}):
-        with pytest.raises(UserError, match="integers packed as GPTQ or AutoAWQ"):
+        with pytest.raises(UserError, match="integers packed like GPTQ's or AutoAWQ's"):
             translated(block | other)
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_fp8_is_not_rounded_twice(source, tmp_path, capsys):
     four = tmp_path / "four"
     rtn.write(source, four, rtn.SCHEMES["w4-symmetric"])
     code, _, error = run(capsys, "quantize", four, "-o", tmp_path / "out", "--scheme", "rtn", "--from-quantized")
-    assert code == 2 and "takes FP8 alone" in error and not (tmp_path / "out").exists()
+    assert code == 2 and "takes only FP8" in error and not (tmp_path / "out").exists()
     code, _, error = run(capsys, "quantize", source, "-o", tmp_path / "out", "--scheme", "rtn", "--from-quantized")
     assert code == 2 and "is not quantized" in error
 

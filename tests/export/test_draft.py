@@ -156,7 +156,7 @@ def test_doctor_misses_the_entries(written, tmp_path):
     folder = Path(shutil.copytree(written["compressed-tensors"], tmp_path / "out"))
     config = json.loads((folder / "config.json").read_text())
     block = config["quantization_config"]
-    for left, message in (([], "8 layers of the head .* first 'mtp.fc'"), (["re:.*mtp.*"], "lacks 're:")):
+    for left, message in (([], "8 layers of the draft head .* first 'mtp.fc'"), (["re:.*mtp.*"], "has no 're:")):
         block["ignore"] = [entry for entry in block["ignore"] if "mtp" not in entry] + left
         (folder / "config.json").write_text(json.dumps(config))
         (draft,) = (check for check in diagnose(folder) if check.name == "draft")

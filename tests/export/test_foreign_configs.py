@@ -202,7 +202,7 @@ def test_no_command_drops_a_key(verb, tmp_path, capsys):
     format = {"convert": ("--format", "bf16"), "quantize": ()}[verb]
     for keys, message in (
         ({"transform_config": {"config_groups": {"R4": ROTATION}}}, "transform_config"),
-        ({"kv_cache_scheme": OUTPUTS}, "kv_cache_scheme, and the checkpoint has no scales of keys and values"),
+        ({"kv_cache_scheme": OUTPUTS}, "kv_cache_scheme, but the checkpoint has no scales of keys and values"),
     ):
         block_of(folder, **(plain | keys))
         code, error = run(capsys, verb, folder, "-o", tmp_path / "out", *command, *format)
@@ -265,9 +265,9 @@ def test_ministral_3_as_published(ministral, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation_scheme": "dynamic"}, "'.*activation_scale' has no place"),
+        ({"activation_scheme": "dynamic"}, "'.*activation_scale' does not belong"),
         ({"activation_scheme": "per-tensor"}, 'activation_scheme: "per-tensor"'),
-        ({"weight_block_size": [128, 128]}, "FP8 blocks are read with dynamic activations"),
+        ({"weight_block_size": [128, 128]}, "FP8 blocks need two sides and dynamic activations"),
         ({"fmt": "e5m2"}, 'fmt: "e5m2"'),
     ],
 )
@@ -283,5 +283,5 @@ def test_two_names_of_one_scale_are_refused(ministral, tmp_path):
     weights = tensors(ministral)
     name = next(name for name in weights if name.endswith("weight_scale_inv"))
     save_file(weights | {name.removesuffix("_inv"): weights[name].clone()}, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UserError, match="are the same by two names"):
+    with pytest.raises(UserError, match="are two names of the same tensor"):
         Stored.of(tmp_path / "model")

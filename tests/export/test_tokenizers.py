@@ -142,7 +142,7 @@ def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)
     assert tokens.gguf_token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
-    with pytest.raises(UserError, match="^llama.cpp does not take the tokenizer .*; write another format$"):
+    with pytest.raises(UserError, match="^llama.cpp refuses the tokenizer .*; write another format$"):
         tokens.gguf_token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
 
 

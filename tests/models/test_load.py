@@ -158,7 +158,7 @@ def test_pickled_weights(folder):
 def test_truncated_weights(folder, keep):
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[:keep])
-    refused(folder, f"{WEIGHTS} (is not a whole|has .* cut short)", models.read_config)
+    refused(folder, f"{WEIGHTS} (is not a complete|has .* cut short)", models.read_config)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_two_sets_of_weights_are_refused(folder):
     tensors = shard(folder)
     save_file(other(tensors), folder / SINGLE, metadata={"format": "pt"})
     for read in (models.read_config, models.Source.of, models.open_model, identity.source_identity):
-        with pytest.raises(UserError, match="two sets of weights: .*; move away the one that is not meant"):
+        with pytest.raises(UserError, match="two sets of weights: .*; move away the wrong one"):
             read(folder)
     (folder / SINGLE).unlink()
     assert all(torch.equal(tensor, tensors[EMBEDDING]) for tensor in loaded(folder))
@@ -81,7 +81,7 @@ def test_a_stale_index_beside_whole_weights(folder):
     for part in PARTS:
         (folder / part).unlink()
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"names files that are not there, and {SINGLE} is; remove {INDEX}"):
+    with pytest.raises(UserError, match=f"names missing files, and {SINGLE} exists; remove {INDEX}"):
         models.Source.of(folder)
     (folder / INDEX).unlink()
     assert all(torch.equal(tensor, tensors[EMBEDDING]) for tensor in loaded(folder))

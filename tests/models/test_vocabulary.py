@@ -148,7 +148,7 @@ def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):
         ("glm4v-moe", {"head": "w4a16", "embeddings": "w8a16"}, "vLLM's class of glm4v-moe reads no quantized ones"),
         ("gemma3", {"embeddings": "w8a16"}, "the output head shares these weights"),
         ("llava", {"head": "w8a16", "target": "cpu"}, "output head: vLLM's CPU build has no kernel for 8-bit weights"),
-        ("llava", {"head": "w4a16", "format": "gptq"}, "no place for lm_head quantized"),
+        ("llava", {"head": "w4a16", "format": "gptq"}, "cannot hold a quantized lm_head"),
         ("llava", {"head": "w4"}, "head is \"w4\", it should be 'bf16', 'fp8'"),
     ],
 )

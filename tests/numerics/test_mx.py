@@ -82,7 +82,7 @@ def test_activations_are_rounded_token_by_token(bits):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="MXFP4 has a scale for each 32 of 48 input features"):
+    with pytest.raises(ValueError, match="MXFP4 has a scale per 32 inputs, which does not divide the layer.s 48"):
         round_to_nearest(torch.ones(4, 48), MXFP4)
     with pytest.raises(ValueError, match="dynamic scales"):
         ActFormat("float", 8, dynamic=False, mx=True)

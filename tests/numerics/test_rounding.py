@@ -265,7 +265,7 @@ def test_dequantize_in_bfloat16_is_what_a_kernel_computes():
         (lambda: Format("int", "4", 128), "bits must be a whole number"),
         (lambda: Format("float", 6, -1), "bits must be 8 or 4"),
         (lambda: Format("float", 4, -1), "a scale for each 16 columns"),
-        (lambda: NVFP4.n_groups(40), "40 input features"),
+        (lambda: NVFP4.n_groups(40), "the layer.s 40"),
         (lambda: ActFormat("float", 4, dynamic=False), "dynamic scales"),
         (lambda: Format("float", 8, -1, symmetric=False), "symmetric must be true"),
         (lambda: Format("int", 4, -2), "group_size must be positive"),

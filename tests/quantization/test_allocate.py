@@ -299,4 +299,4 @@ def test_check_and_dry_run(world, tmp_path, capsys):
     assert "by error" in text and "all 3" in text and "Weights and statistics were read" in text
     assert cli.main([*command, "--set", "bits.budget=3.9", "--calib", str(world / "calib.jsonl"), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "to be allocated" in text and "decided after the calibration" in text
+    assert "to be allocated" in text and "decides the widths" in text

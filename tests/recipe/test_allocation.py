@@ -102,7 +102,7 @@ def test_ranked_rules_at_the_ends_of_the_budget():
     candidates = blocks()
     assert set(RULES["luq"].decide(candidates, 80, ENTROPY).values()) == {0}
     assert set(RULES["luq"].decide(candidates, 1000, ENTROPY).values()) == {3}
-    with pytest.raises(Unreachable, match="80 are the fewest"):
+    with pytest.raises(Unreachable, match="the smallest possible size is 80"):
         RULES["luq"].decide(candidates, 79, ENTROPY)
     with pytest.raises(ValueError, match="block 4 has no entropy"):
         RULES["luq"].decide(blocks(layers=5), 1000, ENTROPY)

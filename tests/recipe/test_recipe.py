@@ -170,7 +170,7 @@ ERRORS = [
     ("scheme: gptq\noptions: {balance: even}", "recipe .*: scheme 'gptq': balance must be off, ratio, mbq or"),
     (
         "scheme: int8\noptions: {balance: {vision: 1}}",
-        "recipe .*: scheme 'int8': balance must weigh text, vision, answer",
+        "recipe .*: scheme 'int8': balance must give weights of text, vision, answer",
     ),
     ("scheme: 4", "unknown scheme '4'|scheme is 4, it should be a valid string"),
     ("target: 5\nscheme: rtn", "target is 5, it should be a valid string"),

@@ -25,7 +25,7 @@ def test_what_is_json(text):
     [
         ("json", NESTED, "nested too deeply"),
         ("json", '{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' is given twice"),
-        ("json", "[NaN]", "NaN, which is no number"),
+        ("json", "[NaN]", "NaN, which is not a number"),
         ("json", "{]", "Expecting"),
         ("yaml", NESTED, "it is not valid YAML: maximum recursion"),
         ("yaml", "a: 1\na: 2", r"it, line 2 is not valid YAML: key 'a' is given twice"),

@@ -131,7 +131,7 @@ def test_statistics(tmp_path):
     assert accepted(file, lambda: statistics_folder.read_statistics(tmp_path)) == {"calibration.reduce.method"}
     for lacking in (content | {"gradients": content["gradients"] | {"blocks": [{}]}}, content | {"blocks": []}):
         file.write_text(json.dumps(lacking))
-        with pytest.raises(UserError, match="lacks gradients of some layers; calibrate again"):
+        with pytest.raises(UserError, match="has no gradients of some layers; calibrate again"):
             statistics_folder.read_statistics(tmp_path)
 
 

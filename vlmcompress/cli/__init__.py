@@ -1,18 +1,18 @@
 """The command line: parse a call, run its verb, print the result, return the exit code.
 
-While a verb runs, stdout leads to stderr; then either its text or, with `--json`, its data as one JSON object goes to stdout.
-Every error is one line on stderr.
+While a verb runs, stdout is redirected to stderr; then its text or, with `--json`, its data as one JSON object is printed to
+stdout. Every error is one line on stderr.
 
 A verb is a file of this folder: a docstring whose first sentence is its line in `--help`, and
 
-    GROUP = "compress"         the heading that it stands under in `--help`; left out: "more"
-    PLACE = 20                 its place there; groups stand in the order of their first verbs, and what has no place last
-    PASSES_ON = "vllm serve"   the program that flags behind `--` are for; they come as `args.extra`; left out: there are none
+    GROUP = "compress"         its heading in `--help`; default: "more"
+    PLACE = 20                 its position there; groups are ordered by their first verbs, verbs without a position come last
+    PASSES_ON = "vllm serve"   the program that gets the flags after `--`, as `args.extra`; default: no such flags
     def options(parser): ...   adds its flags
-    def run(args): ...         does it and returns `(exit code, data, text)` (`_outcome.Outcome`)
+    def run(args): ...         runs the verb and returns `(exit code, data, text)` (`_outcome.Outcome`)
 
-Only the module of the verb that is asked for is imported, and at its top only what its own `--help` needs: heavy imports are
-inside `run`. Third parties add verbs by entry points of the group `vlmcompress.cli`.
+Only the module of the requested verb is imported, and at its top only what its own `--help` needs: heavy imports are inside
+`run`. Third parties add verbs by entry points of the group `vlmcompress.cli`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vlmcompress.utils.errors import GateError, UserError
 from vlmcompress.utils.messages import path_problem, shortened
 from vlmcompress.utils.registry import VERBS
 
-# Package that is absent -> the extra that brings it.
+# Missing package -> the extra that installs it.
 _EXTRAS = {
     "llmcompressor": "compress",
     "datasets": "compress",
@@ -51,13 +51,13 @@ _EXTRAS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse one call: `verb` is its verb, `extra` the arguments after `--` for another program.
+    """Parse one call: the result's `verb` is its verb, `extra` the arguments after `--` for another program.
 
     Raises:
-        UserError: an unknown verb or flag, or a bad value, or one that is no text.
+        UserError: an unknown verb or flag, a bad value, or one that is not text.
     """
     for word in arguments:
-        # Manifests and engines' settings, which are UTF-8, name files.
+        # Arguments can be file names, which are written to manifests and engine settings in UTF-8.
         if word.encode(errors="ignore").decode() != word:
             raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
     verb = next((word for word in arguments if not word.startswith("-")), None)
@@ -76,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser with the flags of the chosen verb, or with a line for each verb if none is chosen; and all verbs' parsers."""
+    """The main parser and all verbs' parsers; only the chosen verb's has flags. If None, the help lists all verbs."""
     about = "Make a vision-language model smaller, in a form that vLLM serves, and measure what it cost."
     parser = Parser(
         prog="vlmcompress",
@@ -123,17 +123,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    began = time.monotonic()  # before the libraries are imported, which can take most of a short run
+    began = time.monotonic()  # before libraries are imported, which can take most of a short run
     words = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in words, "--debug" in words
     args = argparse.Namespace()
     try:
-        distributed.rank()  # refuses an environment in which nobody knows who reports
+        distributed.rank()  # raises for an environment without a valid rank
         args = parse(words)
         args.began = began
         if not args.verbose:
             process.quiet_libraries()
-        hub.offline_except_ids()  # nothing is fetched after the user's back
+        hub.offline_except_ids()  # no implicit downloads
         with process.stopping_signals(), process.redirect_stdout():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
@@ -152,7 +152,7 @@ def _main(argv: list[str] | None) -> int:
         if debug:
             traceback.print_exc()
         if not distributed.is_main() and (isinstance(error, distributed.SharedError) or not distributed.has_formed()):
-            return BAD_INPUT  # the first worker says it
+            return BAD_INPUT  # rank 0 reports it
         return _fail(str(error), BAD_INPUT, as_json)
     except Exception as error:
         if debug:
@@ -172,7 +172,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _resume_hint(args: argparse.Namespace) -> str:
-    """The end of the message about a stopped run: how to go on with it; "" where nothing is kept."""
+    """The end of the message about a stopped run: how to resume it; "" if no work is kept."""
     if "restart" not in args or getattr(args, "dry_run", False) or getattr(args, "report", "") is None:
         return ""
     return "; the same command goes on from here"

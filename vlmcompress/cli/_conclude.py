@@ -22,12 +22,12 @@ def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side
     """Raise for a report folder that can't or must not be written, before hours of measuring.
 
     Args:
-        folder: where a report is to be written; None: nowhere.
+        folder: where to write a report; None: no report.
         sides: describes baseline and candidate.
         overwrite: a report of other checkpoints may be replaced.
 
     Raises:
-        UserError: it can't be made or written to, holds other files, or the report of other checkpoints.
+        UserError: the folder can't be created or written to, or holds other files or a report of other checkpoints.
     """
     if folder:
         check_report_folder(Path(folder), *sides(), overwrite=overwrite)
@@ -40,13 +40,13 @@ def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side
 def conclude(
     results: Results, gate: gates.GateFile | None, folder: str | Path | None, *, overwrite: bool = True
 ) -> Outcome:
-    """Join, judge and write results; returns the verb's outcome.
+    """Join results with an earlier report's, judge and write them; return the verb's outcome.
 
     Args:
         gate: rules to judge by; None: nothing is judged and the exit code is 0.
         folder: where to write a report. The accuracy or speed in an earlier report of the same checkpoints is kept, so that
             `eval` and `bench` fill one report, and its gate judges both.
-        overwrite: an earlier report may be one that can't be read.
+        overwrite: ignore an earlier report that can't be read.
     """
     if folder and (Path(folder) / FILE).is_file():
         try:
@@ -54,7 +54,7 @@ def conclude(
         except UserError:
             if not overwrite:
                 raise
-    # a gate that an earlier call was given judges what this call has measured, too; its verdict is in the report alone
+    # an earlier call's gate also judges this call's measurements; its verdict is only in the report
     rules = gate or (gates.recorded(results.gate) if results.gate else None)
     if rules:
         results = results.model_copy(update={"gate": gates.judge(results, rules)})

@@ -1,4 +1,4 @@
-"""The parser of the command line, flags that several verbs have, and the recipe values that flags give."""
+"""The parser of the command line, flags that several verbs share, and the recipe values of flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmcompress.utils.errors import UserError, closest, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises `UserError` with the closest right word instead of printing usage and exiting."""
+    """An argparse parser that raises `UserError` with a suggestion instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         """Add a flag as argparse does.
 
         Args:
-            aliases: hidden other spellings: those of other tools, and earlier names of the flag.
+            aliases: hidden alternative spellings, such as those of other tools.
             mistaken_for: flags of other tools; errors about them suggest this one.
         """
         action = super().add_argument(*names, **settings)
@@ -39,7 +39,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             choices = [choice.strip(" '") for choice in match[3].split(",")]
-            where = match[1] if match[1].startswith("-") else self.prog  # a flag has a name that users know
+            where = (
+                match[1] if match[1].startswith("-") else self.prog
+            )  # flags have a name; positional arguments do not
             message = f"{where}: no '{match[2]}'{did_you_mean(match[2], choices)}"
         elif match := re.match(r"argument (\S+): expected one argument", message):
             flag = match[1].rpartition("/")[2]
@@ -49,11 +51,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
 
     def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
-        """Raise `UserError` for an unknown argument, with what was probably meant.
+        """Raise `UserError` for an unknown argument, with a suggestion.
 
         Args:
             takers: other verbs that have this flag.
-            other: the program that gets the flags behind `--`; None: none.
+            other: the program that gets the flags after `--`; None: no such program.
         """
         flag = unknown.partition("=")[0]
         flags = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
@@ -70,14 +72,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog} takes no '{flag}'; {' '.join(hints) or f'see {self.prog} --help'}")
 
     def has(self, flag: str) -> bool:
-        """Whether a flag is one of the parser's, as shown in its help."""
+        """Whether the parser's help shows this flag."""
         return any(flag in action.option_strings for action in self._actions)
 
 
 MODEL = "folder of the original, or an id on the Hub"
-ALONE = "without a share, the method's own: mostly 0.5; see vlmcompress list reducers"
+ALONE = "default KEEP: the method's, mostly 0.5; see vlmcompress list reducers"
 
-# Destination of a flag -> the recipe key that it gives a value to.
+# Destination of a flag -> the recipe key that it sets.
 RECIPE_KEYS = {
     **{name: name for name in ("model", "out", "format", "target", "goal", "scheme", "vision", "head", "embeddings")},
     **{name: name for name in ("vision_attention", "kv_cache")},
@@ -88,51 +90,51 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
-# Recipe keys of a training that is not after a reducer.
+# Recipe keys of a training without a reducer.
 TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
 
 
 def model(parser: argparse.ArgumentParser) -> None:
-    """The model that a verb works on."""
+    """Add the argument of the verb's model."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
 
 
 def target(parser: argparse.ArgumentParser, about: str = "machine to serve on; see vlmcompress list targets") -> None:
-    """The flag of the machine to serve on; `about`: its help."""
+    """Add the flag of the machine to serve on; `about`: its help."""
     parser.add_argument("--target", type=target_name, default=argparse.SUPPRESS, help=about)
 
 
 def target_name(text: str) -> str:
-    """The name in the table of targets that a flag's value stands for."""
+    """The target's name in the table of targets, for a flag's value."""
     from vlmcompress.recipe import targets
 
     return targets.REGISTRY.name(text)
 
 
 def settings(parser: argparse.ArgumentParser, about: str) -> None:
-    """The flag that gives values to recipe keys; `about`: which."""
+    """Add the flag that sets recipe keys; `about`: its help, which names the keys."""
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help=about)
 
 
 def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
-    """The flags of long runs that write `out`."""
+    """Add the flags of long runs that write `out`; `whole`: "one is" or "ones are", for the help."""
     restartable(parser)
-    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} whole")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} complete")
 
 
 def restartable(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what becomes of an interrupted run's work. `--resume` is the default, for those who write it."""
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped; the default")
-    parser.add_argument("--restart", action="store_true", help="begin anew, and delete what an interrupted run left")
+    """Add the flags about an interrupted run's work. `--resume` is the default, and may be written for clarity."""
+    parser.add_argument("--resume", action="store_true", help="resume an interrupted run; the default")
+    parser.add_argument("--restart", action="store_true", help="start over, and delete an interrupted run's work")
 
 
 def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: str) -> None:
-    """The flags of a training run; `lr`: the default learning rate as the help shows it."""
-    for flag, letter, about in (("steps", "N", "most steps"), ("batch", "B", "samples a step")):
+    """Add the flags of a training run; `lr`: the default learning rate as the help shows it."""
+    for flag, letter, about in (("steps", "N", "maximum steps"), ("batch", "B", "samples per step")):
         parser.add_argument(
             f"--{flag}", type=int, metavar=letter, default=defaults[flag], help=f"{about}; default: {defaults[flag]}"
         )
-    parser.add_argument("--lr", type=float, default=float(lr), help=f"highest learning rate; default: {lr}")
+    parser.add_argument("--lr", type=float, default=float(lr), help=f"peak learning rate; default: {lr}")
     every = defaults["every"]
     parser.add_argument(
         "--every", type=int, metavar="N", default=every, help=f"steps between measurements; default: {every}"
@@ -143,7 +145,7 @@ def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) ->
     """Add the flags of every verb. They may also stand before the verb, whose parser leaves unset flags as they are."""
     about = {
         "json": "one JSON object on stdout",
-        "verbose": "show what the libraries log, and where the time went",
+        "verbose": "show the logs of libraries, and seconds by phase",
         "debug": "print tracebacks",
     }
     for name, text in about.items():
@@ -151,73 +153,75 @@ def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) ->
 
 
 def recipe(parser: Parser) -> None:
-    """The flags that stand for recipe keys. Flags that are not given are omitted from the parsed arguments."""
+    """Add the flags that set recipe keys. Flags that are not given are omitted from the parsed arguments."""
     none = argparse.SUPPRESS
     parser.add_argument("model", metavar="MODEL", nargs="?", default=none, help=MODEL)
     parser.add_argument("-o", "--out", default=none, help="folder to write")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file, or the name of a bundled recipe")
     parser.add_argument("--scheme", default=none, help="see vlmcompress list schemes")
     parser.add_argument(
-        "--bits", type=int, metavar="N", default=none, help="of a weight: short for --set options.bits=N"
+        "--bits", type=int, metavar="N", default=none, help="bits per weight; short for --set options.bits=N"
     )
     parser.add_argument(
-        "--group-size", type=int, metavar="N", default=none, help="weights that share a scale: options.group_size"
+        "--group-size",
+        type=int,
+        metavar="N",
+        default=none,
+        help="weights per scale; short for --set options.group_size=N",
     )
-    parser.add_argument("--format", default=none, help="of the files; see vlmcompress list formats")
+    parser.add_argument("--format", default=none, help="file format; see vlmcompress list formats")
     adapter(parser)
-    parser.add_argument("--dtype", default=none, help="bfloat16, float16 or float32: what is not quantized, and scales")
-    parser.add_argument(
-        "--from-quantized", action="store_true", default=none, help="MODEL is FP8: quantize what it stands for"
-    )
+    parser.add_argument("--dtype", default=none, help="of scales and unquantized tensors: bfloat16, float16 or float32")
+    parser.add_argument("--from-quantized", action="store_true", default=none, help="MODEL is FP8: dequantize it first")
     target(parser)
-    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to take")
-    parser.add_argument("--vision", default=none, help="bf16, fp8 or int8: the vision tower")
+    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to use")
+    parser.add_argument("--vision", default=none, help="scheme of the vision tower: bf16, fp8 or int8")
     vocabulary(parser)
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
-    reducer(parser, "what the checkpoint carries: a visual-token reducer")
+    reducer(parser, "visual-token reducer of the checkpoint")
     data(parser)
     parser.add_argument(
-        "--stats", metavar="STATS", default=none, help="what calibrate wrote: solve from it, running nothing"
+        "--stats", metavar="STATS", default=none, help="folder of calibrate: use its statistics, run no model"
     )
     settings(parser, "any recipe key, e.g. options.symmetric=true")
 
 
 def adapter(parser: Parser) -> None:
-    """The flag of an adapter."""
+    """Add the flag of an adapter."""
     parser.add_argument(
         "--adapter", metavar="FOLDER", default=argparse.SUPPRESS, help="a LoRA adapter, merged into MODEL first"
     )
 
 
 def vocabulary(parser: Parser) -> None:
-    """The flags of the layers as wide as the vocabulary."""
+    """Add the flags of output head and token embedding."""
     none = argparse.SUPPRESS
-    parser.add_argument("--head", default=none, metavar="FORMAT", help="fp8, int8, w8a16 or w4a16: the output head")
-    parser.add_argument("--embeddings", default=none, metavar="FORMAT", help="w8a16 or w4a16: the token embedding")
+    parser.add_argument("--head", default=none, metavar="FORMAT", help="of the output head: fp8, int8, w8a16 or w4a16")
+    parser.add_argument("--embeddings", default=none, metavar="FORMAT", help="of the token embedding: w8a16 or w4a16")
 
 
 def kv_cache(parser: Parser, about: str, **settings: Any) -> None:
-    """The flag of the type of the KV cache; `about`: what becomes of it."""
+    """Add the flag of the KV cache's type; `about`: its help."""
     settings = {"default": argparse.SUPPRESS} | settings
     parser.add_argument("--kv-cache", aliases=["--kv-cache-dtype"], help=about, **settings)
 
 
 def devices(args: argparse.Namespace) -> int:
-    """The number that `--tp` gives. Raises `UserError` for none."""
+    """The value of `--tp`. Raises `UserError` if it is below 1."""
     if args.tp < 1:
-        raise UserError(f"--tp {args.tp} is no number of devices; give 1 or more")
+        raise UserError(f"--tp {args.tp} is not a number of devices; give 1 or more")
     return args.tp
 
 
 def tensor_parallel(parser: Parser, about: str) -> None:
-    """The flag of how many devices share the model; `about`: its help."""
+    """Add the flag of the number of devices that share the model; `about`: its help."""
     parser.add_argument("--tp", aliases=["--tensor-parallel-size"], type=int, default=1, metavar="N", help=about)
 
 
 def data(parser: Parser, samples: str = "128") -> None:
-    """The flags that choose calibration data. `samples`: how many there are by default, in words."""
+    """Add the flags that choose calibration data. `samples`: the default number of samples, in words."""
     none = argparse.SUPPRESS
     parser.add_argument(
         "--calib",
@@ -227,7 +231,7 @@ def data(parser: Parser, samples: str = "128") -> None:
         help="folder of images, .jsonl, .parquet or data set",
     )
     rows(parser)
-    parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one for each of DATA")
+    parser.add_argument("--text", metavar="FILE", default=none, help="text samples to mix in, one per sample of DATA")
     parser.add_argument(
         "--samples",
         aliases=["--num-calibration-samples"],
@@ -237,13 +241,13 @@ def data(parser: Parser, samples: str = "128") -> None:
         help=f"calibration samples; default: {samples}",
     )
     parser.add_argument(
-        "--all-experts", action="store_true", default=none, help="show every expert of a mixture all calibration tokens"
+        "--all-experts", action="store_true", default=none, help="feed every expert of a mixture all calibration tokens"
     )
-    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="random seed; default: 0")
 
 
 class _Columns(argparse.Action):
-    """Joins the pairs of all `--columns` flags."""
+    """Merge the pairs of all `--columns` flags into one mapping."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         columns = dict(getattr(namespace, self.dest, None) or {})
@@ -263,44 +267,44 @@ def _skipped(text: str) -> float:
     except ValueError:
         number = -1
     if not 0 <= number < float("inf"):
-        raise UserError(f"--skip-bad {text} is no number of rows; give one, or a share below 1")
+        raise UserError(f"--skip-bad {text} is not a number of rows; give one, or a share below 1")
     return number
 
 
 def rows(parser: Parser) -> None:
-    """The flags that say how rows of data are read."""
+    """Add the flags about how rows of data are read."""
     parser.add_argument(
         "--columns",
         action=_Columns,
         metavar="FIELD=COLUMN,...",
         default=argparse.SUPPRESS,
-        help="columns of DATA with names of their own, e.g. image=img,question=query,answer=label",
+        help="columns of DATA with other names, e.g. image=img,question=query,answer=label",
     )
     parser.add_argument(
         "--skip-bad",
         type=_skipped,
         metavar="N|SHARE",
         default=argparse.SUPPRESS,
-        help="rows that cannot be used and may be skipped; default: 0",
+        help="maximum number or share of unusable rows to skip; default: 0",
     )
 
 
 def rotation(parser: argparse.ArgumentParser) -> None:
-    """The flag of a rotation."""
+    """Add the flag of a rotation."""
     parser.add_argument(
         "--rotate", default=argparse.SUPPRESS, help="hadamard or random: rotate the decoder's hidden states first"
     )
 
 
 def reducer(parser: argparse.ArgumentParser, about: str) -> None:
-    """The flag of the reducer that a recipe can have, and of a `resize` before it. `about`: what becomes of it."""
-    example = f"e.g. coverage:0.5 ({ALONE}); resize:0.5 before it, or instead, makes images smaller"
+    """Add the flag of a recipe's reducer and of a `resize` before it. `about`: the start of its help."""
+    example = f"e.g. coverage:0.5 ({ALONE}); resize:0.5, alone or before a reducer, makes images smaller"
     none = argparse.SUPPRESS
     parser.add_argument("--reduce", metavar="METHOD[:KEEP]", action="append", default=none, help=f"{about}, {example}")
 
 
 def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
-    """The flag of several reducers to compare."""
+    """Add the flag of several reducers to compare."""
     parser.add_argument(
         "--reduce",
         metavar="METHOD[:KEEP]",
@@ -312,7 +316,7 @@ def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = False) -> None:
-    """The flag of speculative decoding in vLLM. `about`: what it is for; `baseline`: a flag for the baseline, too."""
+    """Add the flags of speculative decoding in vLLM. `about`: the start of the help; `baseline`: add one for the baseline."""
     example = '{"method": "ngram", "num_speculative_tokens": 4}, suffix, mtp or a draft model'
     parser.add_argument("--speculative-config", metavar="JSON", help=f"{about}, e.g. {example}")
     parser.add_argument(
@@ -323,11 +327,11 @@ def speculation(parser: argparse.ArgumentParser, about: str, baseline: bool = Fa
 
 
 def drafting(args: argparse.Namespace, model: str) -> str | None:
-    """The JSON of `--speculative-config`, as it is or for the head that `--draft` names; None: neither is there."""
+    """The JSON of `--speculative-config`, or one for the head of `--draft`; None without either flag. UserError for both."""
     if args.draft is None:
         return args.speculative_config
     if args.speculative_config is not None:
-        raise UserError("--draft stands for a --speculative-config; give one of them")
+        raise UserError("--draft and --speculative-config exclude each other; give one of them")
     from vlmcompress.export import draft_folder
     from vlmcompress.utils import hub
 
@@ -335,14 +339,16 @@ def drafting(args: argparse.Namespace, model: str) -> str | None:
 
 
 def judging(parser: argparse.ArgumentParser) -> None:
-    """The flags of a report and of a gate."""
+    """Add the flags of a report and a gate."""
     parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
-    parser.add_argument("--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit with 1 or 4")
+    parser.add_argument(
+        "--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit code 1 or 4 unless passed"
+    )
 
 
 def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe values that flags give, nested. Flags that are not given are omitted; falsy values are kept."""
+    """The recipe values of the given flags, nested; falsy values are kept."""
     from vlmcompress.utils.settings import assign
 
     values: dict[str, Any] = {}
@@ -368,12 +374,12 @@ def check_model(name: str) -> None:
 
 
 def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
-    """Raise `UserError` for recipe values that a verb without a scheme has no use for.
+    """Raise `UserError` for recipe values that a verb without a scheme does not use.
 
     Args:
         values: from `recipe_values`.
-        keys: the recipe keys of the verb. A folder of statistics is for none of these verbs.
-        trained_on: of a training, what it is trained on; it takes no flags that are for calibration alone.
+        keys: the recipe keys of the verb. None of these verbs uses a folder of statistics.
+        trained_on: for a training, a sentence about its data, used to refuse flags that are for calibration only.
     """
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
         if trained_on and key in values.get("calibrate", {}):

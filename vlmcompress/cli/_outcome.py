@@ -11,13 +11,13 @@ from vlmcompress.utils.messages import Finding
 from vlmcompress.utils.text import duration, table
 
 Outcome = tuple[int, Any, str]
-"""Exit code, data for `--json`, text for people."""
+"""Exit code, data for `--json`, text for human readers."""
 
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def findings_text(title: str, findings: Sequence[Finding]) -> str:
-    """A title, a line for each finding, and how many of them are problems."""
+    """A title, a line per finding, and the number of problems, as text."""
     bad = sum(not finding.ok for finding in findings)
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
     verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
@@ -29,9 +29,9 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, n
 
     Args:
         done: the run's data for `--json`, with `out`, `seconds`, `timing` and `next`.
-        lines: about what was written.
-        verbose: add the time that each phase took.
-        remarks: lines before the commands that come next.
+        lines: a description of the output.
+        verbose: add the seconds of each phase.
+        notes: lines before the suggested next commands.
     """
     seconds, timing = done["seconds"], done["timing"] if verbose else {}
     spent = {**timing, "other": seconds - sum(timing.values())} if verbose else {}
@@ -44,7 +44,7 @@ def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, n
 
 
 def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str = "") -> str:
-    """The command that evaluates a candidate against its baseline; with `--data FILE` unless a demo model brings questions.
+    """The command that evaluates a candidate against its baseline, with `--data FILE` except for demo models, which have data.
 
     Args:
         flags: further flags, quoted; empty, or beginning with a space.
@@ -56,11 +56,11 @@ def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str =
 
 
 def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
-    """The `--calib` flag, with a space before it, of a next `quantize` of a model; empty where bundled data are found.
+    """The `--calib` flag, with a leading space, for a next `quantize` of a model; empty if it can use bundled data.
 
     Args:
-        used: the data of this run, if the user gave some; the flag names them again.
-        bundled_with: the model whose bundled data this run used otherwise.
+        used: the data that the user gave to this run, or None; the flag repeats them.
+        bundled_with: the model whose bundled data this run used if `used` is None.
     """
     from vlmcompress.models.data.sources import bundled_data
 

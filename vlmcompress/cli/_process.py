@@ -1,4 +1,4 @@
-"""The process around a verb: where output goes, signals that end it, and what the libraries print and import."""
+"""The process around a verb: redirection of output, signals that end it, and what libraries print and import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def redirect_stdout() -> Iterator[None]:
-    """Within the context all that is printed to stdout goes to stderr, also by child processes and C libraries."""
+    """Redirect stdout to stderr within the context, also of child processes and C libraries."""
     original_stdout = sys.stdout
     original_stdout.flush()
     descriptor = os.dup(1)
@@ -37,7 +37,7 @@ def redirect_stdout() -> Iterator[None]:
 
 
 class _Unheard:
-    """Standard error that leads nowhere once it cannot be written, so that no run ends for want of a listener."""
+    """Standard error that discards output once it cannot be written, so that a closed stderr does not end a run."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -59,8 +59,8 @@ class _Unheard:
 
 @contextlib.contextmanager
 def streams() -> Iterator[None]:
-    """Within the context there are standard streams, also of a process that was started without (`2>&-`): the next files that
-    it opens would else have their numbers, and get what C libraries print."""
+    """Open standard streams for the context where the process was started without (`2>&-`). Otherwise the next files that it
+    opens would get their descriptors, and with them the output of C libraries."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)
@@ -75,10 +75,10 @@ def streams() -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print to standard output, what it cannot encode as escapes; where that fails, nothing more is written there.
+    """Print to standard output, with escapes for characters that it cannot encode; after a failure its output is discarded.
 
     Raises:
-        UserError: it cannot be written, as the disk is full; where its reader left, nobody wants it.
+        UserError: it cannot be written, e.g. because the disk is full. A closed pipe is ignored.
     """
     try:
         encoding = sys.stdout.encoding or "utf-8"  # of a StringIO it is None
@@ -88,11 +88,11 @@ def show(text: str) -> None:
         if isinstance(error, BrokenPipeError):
             return
         reason = f"cannot write the result to standard output: {error.strerror}"
-        raise UserError(f"{reason}; let it go elsewhere. Files that the run wrote are whole") from error
+        raise UserError(f"{reason}; redirect it elsewhere. The files of the run are complete") from error
 
 
 def quiet_libraries() -> None:
-    """Silence logs, warnings and progress bars of libraries; call it before importing them. Variables set by the user stay."""
+    """Silence logs, warnings and progress bars of libraries; call it before importing them. The user's variables win."""
     for name, value in {
         "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
         "LOGURU_LEVEL": "ERROR",
@@ -117,10 +117,10 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stopping_signals() -> Iterator[None]:
-    """Within the context `SIGNALS` raise `Stopped`; a second one of a kind ends the process at once.
+    """Within the context, `SIGNALS` raise `Stopped`; a second signal of a kind ends the process at once.
 
-    A signal that is ignored stays ignored, as under `nohup` (Python treats SIGINT so), and one with a handler keeps it. Workers
-    other than the first print nothing, and end at once.
+    An ignored signal stays ignored, as under `nohup` (Python does the same for SIGINT), and one with a handler keeps it.
+    Workers other than rank 0 print nothing and end at once.
     """
     main = threading.current_thread() is threading.main_thread()
     handled = [

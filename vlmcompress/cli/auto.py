@@ -1,4 +1,4 @@
-"""Compress a model with nothing but a folder of images: as much as goes while it answers as before."""
+"""Compress a model as far as its answers allow, given only a folder of images."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def options(parser: Parser) -> None:
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
-    parser.add_argument("--images", metavar="FOLDER", required=True, help="images of what the model is to see")
+    parser.add_argument("--images", metavar="FOLDER", required=True, help="images like those that the model will see")
+    parser.add_argument("--prompts", metavar="FILE", help="questions about them, one per line; default: six short ones")
     parser.add_argument(
-        "--prompts", metavar="FILE", help="what to ask about them, a line each; default: six short ones"
+        "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that must not change; default: 0.9"
     )
     parser.add_argument(
-        "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that may not change; default: 0.9"
+        "--most", type=int, default=MOST, metavar="N", help=f"maximum number of images; default: {MOST}"
     )
-    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"most images to use; default: {MOST}")
-    parser.add_argument("--seed", type=int, metavar="S", default=none, help="of everything random; default: 0")
+    parser.add_argument("--seed", type=int, metavar="S", default=none, help="random seed; default: 0")
     search.objective_flags(parser)
     parser.epilog = (
-        "There are no right answers here: the original's own answers to short prompts are the reference. A quarter of\n"
-        "the images calibrates, a quarter searches, and on the other half, at least 36 at the default floor, the winner's\n"
-        "agreement is confirmed; so it takes 64 images. Where you have questions and answers, `vlmcompress search` holds\n"
-        "accuracy to a floor instead."
+        "The reference is the original's answers to short prompts, as there are no correct answers. A quarter of the images\n"
+        "is for calibration, a quarter for the search, and the winner's agreement is confirmed on the other half, at least 36\n"
+        "images at the default floor; so 64 images are needed. If you have questions with answers, use `vlmcompress search`,\n"
+        "which keeps accuracy above a floor."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Ask the original about the images, and search with its answers as the reference."""
+    """Ask the original about the images, and search with its answers as reference."""
     if not 0 < args.min_agreement < 1:
-        raise UserError(f"--min-agreement {args.min_agreement:g} is no share between 0 and 1; e.g. 0.9")
+        raise UserError(f"--min-agreement {args.min_agreement:g} is not a share between 0 and 1; e.g. 0.9")
     if args.most < 1:
         raise UserError(f"--most is {args.most}; it should be at least 1")
     args.max_drop = round(1 - args.min_agreement, 9)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _prompts(file: str | None) -> tuple[str, ...]:
-    """Read prompts from a text file, one a line; None: the bundled ones."""
+    """The prompts in a text file, one per line; None: the bundled ones."""
     from vlmcompress.evaluation.search.own_answers import PROMPTS
 
     if file is None:
@@ -76,7 +76,9 @@ def _prompts(file: str | None) -> tuple[str, ...]:
     try:
         lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {file} cannot be read ({error}); give a text file with a prompt a line") from error
+        raise UserError(
+            f"--prompts {file} cannot be read ({error}); give a text file with one prompt per line"
+        ) from error
     if not lines:
-        raise UserError(f"--prompts {file} is empty; give a prompt a line")
+        raise UserError(f"--prompts {file} is empty; give one prompt per line")
     return lines

@@ -28,7 +28,7 @@ def options(parser: Parser) -> None:
         metavar="KIND:N",
         help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="of one burst; default: enough for the load")
+    parser.add_argument("--requests", type=int, metavar="N", help="requests per burst; default: enough for the load")
     parser.add_argument(
         "--data",
         aliases=["--images"],
@@ -37,13 +37,15 @@ def options(parser: Parser) -> None:
         help="images to send: a folder, .jsonl or .parquet; default: demo data",
     )
     parser.add_argument(
-        "--sizes", default="", metavar="WxH,...", help="scale images, or generate some where none are given"
+        "--sizes", default="", metavar="WxH,...", help="sizes to scale images to, or to generate images in"
     )
-    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens of every answer; default: 32")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts of each side; default: 3")
-    parser.add_argument("--slo", metavar="LIMITS", help="goodput: milliseconds, e.g. ttft=200,tpot=50,e2e=2000")
-    parser.add_argument("--no-warm", action="store_true", help="leave out runs with caches")
-    parser.add_argument("--no-offline", action="store_true", help="leave out runs of the engine without a server")
+    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens per answer; default: 32")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts per side; default: 3")
+    parser.add_argument(
+        "--slo", metavar="LIMITS", help="limits for goodput in milliseconds, e.g. ttft=200,tpot=50,e2e=2000"
+    )
+    parser.add_argument("--no-warm", action="store_true", help="skip runs with warm caches")
+    parser.add_argument("--no-offline", action="store_true", help="skip runs of the engine without a server")
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     _flags.speculation(parser, "OUT drafts tokens", baseline=True)
@@ -54,7 +56,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Measure both sides, and judge them where a gate is given."""
+    """Measure both sides, and judge them if a gate is given."""
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Describe baseline and candidate as a report does."""
+    """The sides of a report: baseline and candidate."""
     from vlmcompress.evaluation import sides
     from vlmcompress.utils import hub
 

@@ -1,4 +1,4 @@
-"""Collect statistics of a model's activations once; quantize --stats then needs no forward pass."""
+"""Collect a model's activation statistics once, so that quantize --stats needs no forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmcompress.utils.text import size, table
 GROUP = "compress"
 PLACE = 23
 KEYS = ("model", "out", "adapter", "kv_cache", "resize", "reduce", "rotate", "calibrate", "trust_remote_code", "seed")
-STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, which would bring torch along
+STATISTICS = ("absmax", "absmean", "entropy", "gradient", "gram")  # `calibrate.KINDS`, whose module imports torch
 
 
 def options(parser: Parser) -> None:
@@ -31,26 +31,26 @@ def options(parser: Parser) -> None:
     _flags.kv_cache(parser, "fp8: collect ranges of keys and values, too")
     _flags.adapter(parser)
     _flags.rotation(parser)
-    _flags.reducer(parser, "collect what the decoder sees after a visual-token reducer")
+    _flags.reducer(parser, "collect statistics after a visual-token reducer")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--for",
         dest="readers",
         metavar="A,B",
-        help="collect what these read: schemes, rules that share out bits; e.g. gptq,mbq,luq",
+        help="collect the statistics of these schemes and bit allocation rules; e.g. gptq,mbq,luq",
     )
     choice.add_argument(
         "--needs",
         metavar="A,B",
-        help="collect these, of gram (the large one), absmax, absmean, entropy, and gradient (a backward pass over the "
-        "answers); default: gram,absmax,absmean, all that a scheme reads without options",
+        help="statistics to collect: gram (the large one), absmax, absmean, entropy, gradient (a backward pass over the "
+        "answers); default: gram,absmax,absmean, which suffice for schemes with default options",
     )
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "STATS", "ones are")
     parser.epilog = (
-        "Statistics are of the unquantized model (prefix float) and serve every scheme: for each group of layers and each\n"
+        "Statistics are those of the unquantized model (prefix float), for every scheme: for each group of layers and each\n"
         "modality (text, vision, answer) the Gram matrix X^T X, absolute maxima, means and counts. quantize without --stats\n"
-        "observes each block after quantized ones instead (prefix quantized)."
+        "observes each block after the quantized blocks before it instead (prefix quantized)."
     )
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def result(
     out: Path, model: str, facts: Mapping[str, Any], seconds: float, adapter: str | None = None
 ) -> dict[str, Any]:
-    """Describe the statistics as data for `--json`.
+    """The result as data for `--json`.
 
     Args:
         facts: the manifest of the statistics.
@@ -110,7 +110,7 @@ def result(
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """Describe the statistics as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    """The result as text. `done`: from `result`; `verbose`: add the seconds of each phase."""
     data = done["calibration"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in data["tokens"].items())
     words = data.get("text")
@@ -128,7 +128,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
 
 
 def _stages(calibration: Mapping[str, Any]) -> list[str]:
-    """What reduced the visual tokens during calibration, as `--reduce` takes it: a resize, a reducer, or both."""
+    """The `resize` and reducer that were active during calibration, as values of `--reduce`."""
     from vlmcompress.reduction.choice import reducer_of_setting
     from vlmcompress.reduction.resize import Resize
 

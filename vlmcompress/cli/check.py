@@ -1,4 +1,4 @@
-"""Tell in seconds whether a recipe works for a model, a target and an engine."""
+"""Check in seconds whether a recipe works for a model, a target and an engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PLACE = 11
 
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
-    _flags.tensor_parallel(parser, "devices that are to share the model; default: 1")
+    _flags.tensor_parallel(parser, "devices that share the model; default: 1")
     parser.add_argument(
         "--engine",
-        help=f"{', '.join(list(readers.ENGINES)[:-1])} or {list(readers.ENGINES)[-1]}; default: what reads the format",
+        help=f"{', '.join(list(readers.ENGINES)[:-1])} or {list(readers.ENGINES)[-1]}; default: one that reads the format",
     )
 
 

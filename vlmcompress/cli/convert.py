@@ -1,4 +1,4 @@
-"""Make a quantized checkpoint of another tool ours, or bring it into another format."""
+"""Convert another tool's quantized checkpoint to ours, or to another format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
     converting(parser, default="compressed-tensors")
     parser.epilog = (
-        "Read are compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
-        "Nothing is rounded again. What comes out has a manifest, so that doctor, eval, bench and serve know it."
+        "Reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
+        "Nothing is rounded again. The result has a manifest, which doctor, eval, bench and serve use."
     )
 
 

@@ -1,4 +1,4 @@
-"""Examine a finished checkpoint, or ask it in the engine that will serve it."""
+"""Examine a finished checkpoint's files, or its answers in the engine that will serve it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--source",
         metavar="MODEL",
-        help="compare with the original, too; for --engine llamacpp the checkpoint in safetensors with the same weights",
+        help="the original, to compare with; for --engine llamacpp the checkpoint in safetensors with the same weights",
     )
-    parser.add_argument("--draft", metavar="DRAFT", help="see whether a draft head is whole and fits OUT, too")
-    parser.add_argument("--engine", choices=ENGINES, help="ask the checkpoint in the engine and in transformers")
+    parser.add_argument("--draft", metavar="DRAFT", help="also check that a draft head is complete and fits OUT")
+    parser.add_argument("--engine", choices=ENGINES, help="compare answers in the engine and in transformers")
     parser.add_argument("--prompts", type=int, metavar="N", help="questions to ask with --engine; default: 24")
     parser.add_argument(
         "--data",
@@ -37,11 +37,11 @@ def options(parser: Parser) -> None:
         help="images and questions to ask with --engine; default: drawn images",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="S", default=0, help="of the choice, and of what is drawn; default: 0"
+        "--seed", type=int, metavar="S", default=0, help="of the choice and of drawn images; default: 0"
     )
     parser.epilog = (
-        "Without --engine the files are examined, and nothing runs. With it the engine and transformers answer the same\n"
-        "questions: counts of tokens, probabilities of first tokens and texts are compared, in vLLM also from its caches."
+        "Without --engine, only files are examined. With it, the engine and transformers answer the same questions, and\n"
+        "token counts, probabilities of first tokens and texts are compared, for vLLM also with its caches."
     )
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.engine is None:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
-                raise UserError(f"--{name} is for asking an engine; add --engine {ENGINES[0]}")
+                raise UserError(f"--{name} is for the check in an engine; add --engine {ENGINES[0]}")
         model_folder.check_written(Path(args.out))
         _process.import_transformers()
         from vlmcompress.evaluation.doctor.draft import examine_draft

@@ -1,4 +1,4 @@
-"""Train a head that guesses a checkpoint's next tokens, which vLLM then only has to verify (EAGLE-3)."""
+"""Train a draft head for speculative decoding of a checkpoint in vLLM (EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULTS = {
 def options(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the checkpoint to serve: quantized, reduced or plain")
     parser.add_argument("-o", "--out", metavar="DRAFT", required=True, help="folder to write")
-    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
     parser.set_defaults(lr=None)  # which --from decides
     parser.add_argument(
@@ -45,30 +45,30 @@ def options(parser: Parser) -> None:
         type=int,
         metavar="N",
         default=DEFAULTS["answer_tokens"],
-        help="most tokens of the answers that MODEL writes to train on; default: 128",
+        help="maximum tokens of an answer of MODEL to train on; default: 128",
     )
     parser.add_argument(
         "--vocabulary",
         type=int,
         metavar="N",
         default=DEFAULTS["vocabulary"],
-        help="most tokens that the draft can guess; default: 32000",
+        help="maximum size of the draft's vocabulary; default: 32000",
     )
     parser.add_argument(
         "--kind",
         choices=("eagle3", "medusa"),
         default=DEFAULTS["kind"],
-        help="of the head; default: eagle3. medusa is served by vLLM up to 0.32 alone",
+        help="kind of head; default: eagle3. medusa needs vLLM up to 0.32",
     )
     parser.add_argument(
-        "--from", dest="base", metavar="DRAFT", help="begin with a draft of another checkpoint of the same base model"
+        "--from", dest="base", metavar="DRAFT", help="start from a draft of another checkpoint of the same base model"
     )
     parser.add_argument(
         "--images",
         metavar="WHAT",
         default=DEFAULTS["images"],
-        help="visual tokens that the draft gets: none, all, or those that METHOD:KEEP chooses, e.g. divprune:0.25; default: "
-        "hidden, what vLLM gives it without our plugin",
+        help="visual tokens that the draft sees: none, all, or those that METHOD:KEEP chooses, e.g. divprune:0.25; default: "
+        "hidden, as in vLLM without our plugin",
     )
     parser.add_argument(
         "--image-vector", action="store_true", help="add a vector of the images to each of the draft's rows"
@@ -78,22 +78,22 @@ def options(parser: Parser) -> None:
         type=int,
         metavar="N",
         default=DEFAULTS["block_size"],
-        help="tokens of a block of vLLM's cache, of which --images leaves out whole ones; default: 16, the least of GPUs",
+        help="tokens per block of vLLM's cache; --images drops whole blocks; default: 16, the smallest on GPUs",
     )
     parser.add_argument(
         "--engine",
         choices=("vllm", "hf"),
-        help="answers the questions of DATA; default: vllm, or hf where it is missing",
+        help="engine that answers the questions of DATA; default: vllm, or hf if it is missing",
     )
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "DRAFT")
     parser.epilog = (
-        "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, 8 samples at\n"
-        "least, is held out, and the state with the lowest divergence there is written. A draft fits the checkpoint that it\n"
-        "was trained for: train it last, for what you serve; --from aligns that of another one in a tenth of the steps, at an\n"
-        "--lr of 1e-4, and keeps it as it is where that does not help.\n"
-        "Answers stay those without it, only sooner. vlmcompress serve MODEL --draft DRAFT; vlmcompress bench MODEL\n"
-        "--baseline MODEL --draft DRAFT shows what it wins."
+        "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, at least 8\n"
+        "samples, is held out, and the state with the lowest divergence there is written. A draft fits only the checkpoint\n"
+        "that it was trained for, so train it last. --from adapts another checkpoint's draft in a tenth of the steps, at an\n"
+        "--lr of 1e-4, or keeps it unchanged if training does not help.\n"
+        "Answers do not change, they only come sooner. Serve with vlmcompress serve MODEL --draft DRAFT; measure the gain\n"
+        "with vlmcompress bench MODEL --baseline MODEL --draft DRAFT."
     )
 
 
@@ -118,10 +118,10 @@ def run(args: argparse.Namespace) -> Outcome:
 
         for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
             if getattr(args, name) != DEFAULTS[name]:
-                raise UserError(f"--{name.replace('_', '-')} is as in the draft that --from names; leave it out")
+                raise UserError(f"--{name.replace('_', '-')} is fixed by the draft of --from; leave it out")
         base = Draft.of(Path(hub.local(args.base)))
     if training.kind == "medusa":
-        note("vLLM serves Medusa heads up to 0.32; 0.33 has none any more. --kind eagle3 stays")
+        note("vLLM serves Medusa heads only up to 0.32; --kind eagle3 also works later")
     from vlmcompress.engines.vllm import available
 
     engine = engines.get_engine("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> Outcome:
     rows = [
         (
             "accepted",
-            f"{acceptance['length']:.2f} tokens a step, the model's own included; guesses by position {shares}",
+            f"{acceptance['length']:.2f} tokens a step, the model's included; accepted guesses by position {shares}",
         ),
         ("held-out KL", f"{data['held_out_kl']['before']:.3f} -> {data['held_out_kl']['after']:.3f} nats a guess"),
         ("steps", steps + (f"; {data['ended']}" if data["ended"] else "")),
@@ -156,5 +156,5 @@ def run(args: argparse.Namespace) -> Outcome:
     ]
     if earlier := data.get("from"):
         rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
-    weak = "It is hardly ever right; give it more data with longer answers."
+    weak = "Few guesses are accepted; give it more data with longer answers."
     return OK, data, written_text(data, [table(rows)], args.verbose, [weak] * (acceptance["length"] < 1.2))

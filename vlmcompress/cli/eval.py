@@ -1,4 +1,4 @@
-"""Ask the compressed and the original model the same questions and compare."""
+"""Compare the answers of the compressed and the original model to the same questions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--baseline",
         metavar="MODEL",
-        help="the original, or the report of an earlier evaluation of it; with --reduce: OUT itself, unless given",
+        help="the original, or the report of an earlier evaluation of it; default with --reduce: OUT itself",
     )
     parser.add_argument(
         "--suite",
@@ -39,15 +39,15 @@ def options(parser: Parser) -> None:
         "--data",
         mistaken_for=["--dataset", "--calib"],
         metavar="FILE",
-        help="local copy of the suite's data; alone: questions and answers",
+        help="local copy of the suite's data; without --suite: your questions and answers",
     )
     _flags.rows(parser)
     parser.add_argument(
         "--score",
         default="auto",
         metavar="NAME",
-        help="of data of your own: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: auto, which "
-        "looks at the baseline's first answers",
+        help="how to score your own data: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: "
+        "auto, which depends on the baseline's first answers",
     )
     parser.add_argument(
         "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
@@ -56,29 +56,29 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--reduce",
         metavar="METHOD[:KEEP]",
-        help="attach a visual-token reducer to OUT, whatever it carries; --engine hf",
+        help="use this visual-token reducer instead of OUT's; --engine hf",
     )
     _flags.speculation(parser, "OUT drafts tokens; --engine vllm")
     parser.add_argument(
-        "--ray", metavar="ADDRESS", help="share the questions among a Ray cluster: auto, HOST:PORT or local"
+        "--ray", metavar="ADDRESS", help="distribute the questions over a Ray cluster: auto, HOST:PORT or local"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask only so many questions of each suite")
+    parser.add_argument("--limit", type=int, metavar="N", help="maximum number of questions per suite")
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="S",
-        help="of the choice that --limit makes, and of few-shot examples; default: 0",
+        help="of the questions that --limit chooses, and of few-shot examples; default: 0",
     )
     _flags.judging(parser)
     _flags.restartable(parser)
     parser.add_argument(
-        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: accuracy may fall by so much; 0.01"
+        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: the allowed loss of accuracy, e.g. 0.01"
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Measure both sides, and judge them where a gate is given."""
+    """Measure both sides, and judge them if a gate is given."""
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Outcome:
         results = evaluate(
             args.out,
             args.baseline or args.out,
-            # one --suite may name several with commas, as lm-eval's --tasks does
+            # one --suite may list several suites with commas, as in lm-eval's --tasks
             suites=[suite for text in args.suite for suite in ([text] if Path(text).exists() else text.split(","))],
             data=args.data,
             columns=getattr(args, "columns", None),
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Describe baseline and candidate as a report does."""
+    """The sides of a report: baseline and candidate."""
     from vlmcompress import engines
     from vlmcompress.evaluation.accuracy import accuracy
 

@@ -21,8 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="OUT", help="folder of the compressed checkpoint")
     converting(parser)
     parser.epilog = (
-        "Codes and scales stay as they are and are packed otherwise: unpacked, they are equal bit for bit. What the format\n"
-        "cannot hold is refused by name. Formats: see vlmcompress list formats."
+        "Codes and scales are only packed differently: unpacked, they are equal bit for bit. Layers that the format cannot\n"
+        "hold are refused by name. Formats: see vlmcompress list formats."
     )
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
-    """Write `source` in another format; `args` are those of `converting`."""
+    """Write `source` in another format; `args`: the flags of `converting`."""
     _process.import_transformers()
     from vlmcompress.export import manifest
     from vlmcompress.export.convert import convert
@@ -66,9 +66,9 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
 
 
 def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """The flags of export and convert; `default`: the format, None: it has to be given."""
+    """Add the flags of export and convert; `default`: the default format; None: `--format` is required."""
     about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
     parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
     parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file; default: 5GB")
-    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is whole")
+    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")

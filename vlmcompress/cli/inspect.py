@@ -1,4 +1,4 @@
-"""Draw which parts of an image reducers keep, merge and drop."""
+"""Draw which parts of an image a reducer keeps, merges and drops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ PLACE = 13
 def options(parser: argparse.ArgumentParser) -> None:
     _flags.model(parser)
     parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
-    parser.add_argument("--question", metavar="Q", default="", help="text after the images; some methods look at it")
+    parser.add_argument(
+        "--question", metavar="Q", default="", help="text after the images; query-aware methods need it"
+    )
     _flags.reducers(parser, required=True)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the picture to write; .png")
 
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> Outcome:
     """Draw which tokens of each image are kept, merged and dropped, and count them."""
     out = Path(args.out)
     if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: a picture is written; name it FILE.png")
+        raise UserError(f"--out {out} is a picture; name it FILE.png")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
     _flags.check_model(args.model)
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
         if reason := family_refusal(family, reducer.method):
             raise UserError(f"--reduce {reducer}: {reason}")
         if "query" in reducer.module.NEEDS and not args.question.strip():
-            raise UserError(f"--reduce {reducer}: '{reducer.method}' looks at the question; add --question")
+            raise UserError(f"--reduce {reducer}: '{reducer.method}' is query-aware; add --question")
     images = [open_image(Path(name), "--image") for name in args.image]
     vlm = load(model)
     inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)

@@ -1,4 +1,4 @@
-"""Train a small network that says which visual tokens of an image are worth keeping, for the reducer 'learned'."""
+"""Train a small network that scores an image's visual tokens, for the reducer 'learned'."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ def options(parser: Parser) -> None:
         "--keep",
         metavar="SHARE",
         default="0.25",
-        help="of an image's tokens, around which it is trained; default: 0.25",
+        help="share of an image's tokens to train for; default: 0.25",
     )
     parser.add_argument(
-        "--to", type=float, metavar="SHARE", help="train for all shares from --keep to this one, and judge at both ends"
+        "--to",
+        type=float,
+        metavar="SHARE",
+        help="train for all shares from --keep to this one, and measure at both ends",
     )
-    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
     parser.add_argument(
         "--hidden", type=int, metavar="H", default=DEFAULTS["hidden"], help="width of the network; default: 64"
@@ -40,11 +43,10 @@ def options(parser: Parser) -> None:
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "FILE")
     parser.epilog = (
-        "The network is trained so that MODEL answers with the tokens that it keeps as it does with all of them. MODEL\n"
-        "stays as it is, and where DATA have no answers, its own are taken. A tenth of DATA, 8 samples at least, is held\n"
-        "out; the state with the lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with\n"
-        "--reduce learned:SHARE,scorer=FILE; a checkpoint that is made so carries it. torchrun -m vlmcompress\n"
-        "learn-reducer ... shares out the samples of a step among several processes."
+        "The network is trained so that MODEL answers with the kept tokens as it does with all tokens. MODEL does not change;\n"
+        "its own answers are used if DATA have none. A tenth of DATA, at least 8 samples, is held out; the state with the\n"
+        "lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with --reduce learned:SHARE,scorer=FILE;\n"
+        "checkpoints include it. torchrun -m vlmcompress learn-reducer ... splits the samples of a step among processes."
     )
 
 

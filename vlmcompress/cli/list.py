@@ -1,4 +1,4 @@
-"""List what has a name."""
+"""List the names of schemes, reducers, targets, formats and more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmcompress.utils.text import table
 GROUP = "look first"
 PLACE = 14
 Entries = list[dict[str, Any]]
-# It stands among the reducers on the command line, and is a setting of the processor.
+# `resize` is written like a reducer on the command line, but is a setting of the processor.
 _RESIZE: dict[str, Any] = {
     "name": "resize",
     "about": "Make images smaller before the encoder, alone or before a reducer.",
@@ -101,7 +101,7 @@ KINDS: dict[str, Callable[[], Entries]] = {
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The table row of one name; those of reducers have more columns."""
+    """The table row of an entry; reducers have more columns."""
     if "stage" not in entry:
         return entry["name"], entry["about"]
     families = entry["vllm"]

@@ -1,4 +1,4 @@
-"""Plan how a model is served: whether it fits, for how many requests, in which format, from config.json alone."""
+"""Plan how to serve a model, from config.json alone: whether it fits, for how many requests, in which format."""
 
 from __future__ import annotations
 
@@ -29,27 +29,31 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="folder with config.json, weights and processor may be missing; or an id on the Hub",
+        help="folder with config.json (weights and processor are optional), or an id on the Hub",
     )
     parser.add_argument("--target", type=_flags.target_name, help="machine to serve on; see vlmcompress list targets")
     _flags.tensor_parallel(parser, "devices that share the model (tensor parallel)")
     parser.add_argument(
-        "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="of an image; default: 1024x1024"
+        "--image-size",
+        aliases=["--image"],
+        default="1024x1024",
+        metavar="WxH",
+        help="size of an image; default: 1024x1024",
     )
     parser.add_argument(
         "--images-per-request", aliases=["--images"], type=int, metavar="N", help="default: 1, or 0 with --video"
     )
-    parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, in frames that the model sees")
+    parser.add_argument("--video", metavar="FRAMESxWxH", help="a video, by the frames that the model sees")
     parser.add_argument(
         "--text-tokens",
         aliases=["--text"],
         type=int,
         default=256,
         metavar="N",
-        help="of a request, the chat template's included; default: 256",
+        help="text tokens per request, chat template included; default: 256",
     )
     parser.add_argument(
-        "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="of its answer; default: 256"
+        "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="tokens per answer; default: 256"
     )
     parser.add_argument(
         "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
@@ -57,14 +61,18 @@ def options(parser: Parser) -> None:
     _flags.vocabulary(parser)
     _flags.kv_cache(parser, "fp8, int8_per_token_head, ...; default: the model's", default="auto", metavar="TYPE")
     parser.add_argument(
-        "--speculative", metavar="METHOD[:N]", help="mtp, ngram or suffix, N tokens at once: what drafting takes"
+        "--speculative",
+        metavar="METHOD[:N]",
+        help="count speculative decoding by mtp, ngram or suffix, N tokens at once",
     )
     parser.add_argument("--draft", metavar="DRAFT", help="count a draft head that `vlmcompress draft` trained")
-    parser.add_argument("--memory", metavar="SIZE", help="of a device, like 80GB; default: the target's")
-    parser.add_argument("--reserve", metavar="SIZE", help="for activations and the like; default: an estimate")
-    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="of the cache, instead of what memory leaves")
-    parser.add_argument("--sizes", nargs="?", const=SIZES, metavar="WxH,...", help="a table over image sizes")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw that table")
+    parser.add_argument("--memory", metavar="SIZE", help="memory per device, like 80GB; default: the target's")
+    parser.add_argument("--reserve", metavar="SIZE", help="memory for activations and the like; default: an estimate")
+    parser.add_argument(
+        "--kv-cache-memory", metavar="SIZE", help="size of the KV cache; default: the rest of the memory"
+    )
+    parser.add_argument("--sizes", nargs="?", const=SIZES, metavar="WxH,...", help="add a table over image sizes")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the table of --sizes")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -111,7 +119,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
     from vlmcompress.recipe import targets
 
     if args.draft and args.speculative:
-        raise UserError("--draft stands for a --speculative; give one of them")
+        raise UserError("--draft and --speculative exclude each other; give one of them")
 
     counts = {"--tp": 1, "--text-tokens": 0, "--out-tokens": 1, "--images-per-request": 0}
     for flag, least in counts.items():
@@ -146,7 +154,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_size(model: ServedModel, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
-    """A row for each image size: cache of one request, and how many requests the recommended format serves at once."""
+    """A row per image size: the cache of one request, and how many requests the recommended format serves at once."""
     from vlmcompress.evaluation.capacity.capacity import plan_capacity
     from vlmcompress.reduction.visual_count import Pictures
 
@@ -235,7 +243,7 @@ def _memory_text(capacity: Capacity) -> str:
         states = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
         costs = [*([head] if drafting.bytes else []), *([states] if capacity.state_bytes else [])]
         takes = " and ".join(costs) or "nothing"
-        rows.append(("speculation", f"{drafting} takes {takes}, counted here; bounds are without it"))
+        rows.append(("speculation", f"{drafting} takes {takes}, included here; time bounds do not include it"))
     if capacity.request.space is not None:
         return table([*rows, ("for the cache", f"{size(capacity.request.space)}, as asked")])
     if capacity.memory:
@@ -251,7 +259,7 @@ def _memory_text(capacity: Capacity) -> str:
 
 
 def _formats_text(capacity: Capacity) -> str:
-    """The table of formats; with bounds of time where the target's rates are known."""
+    """The table of formats, with time bounds if the target's rates are known."""
     names = list(capacity.loads)
     bounds = any(served.prefill or served.step for row in capacity.rows for served in row.served.values())
     head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
@@ -273,7 +281,7 @@ def _formats_text(capacity: Capacity) -> str:
         rows.append((*cells, ", ".join(row.weights.others)))
     about, target = "", capacity.request.target
     if not (target and target.bandwidth and target.rates):
-        about = "\n  bounds of time: unknown without a target's bandwidth and arithmetic"
+        about = "\n  time bounds: unknown without a target's bandwidth and arithmetic"
     elif bounds:
         about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
     return table(rows) + about
@@ -298,7 +306,7 @@ def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
 
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
-    """The plan as data for `--json`; in bytes and seconds."""
+    """The plan as data for `--json`, in bytes and seconds."""
     from vlmcompress.evaluation.capacity import advice
     from vlmcompress.evaluation.capacity.capacity import capacity_verdict
     from vlmcompress.quantization.plan.findings import MEMORY_SHARE

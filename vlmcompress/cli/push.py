@@ -1,4 +1,4 @@
-"""Upload a checkpoint to the Hugging Face Hub, after a look at its files."""
+"""Upload a checkpoint to the Hugging Face Hub after checking its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = 24  # lines of the card that are shown
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint, or of a draft head")
-    parser.add_argument("repository", metavar="ORG/NAME", help="repository; made where there is none")
+    parser.add_argument("repository", metavar="ORG/NAME", help="repository; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded; needs no token or network")
     parser.add_argument(
@@ -30,13 +30,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-model",
         metavar="ORG/NAME",
-        help="the original's id (a draft's target's); default: as the manifest knows it",
+        help="the original's id (for a draft, its target's); default: from the manifest",
     )
     parser.add_argument("--results", metavar="DIR", help="report of eval or bench, for the card's tables")
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Check names and files, then show or upload."""
+    """Check names and files, then upload them, or with `--dry-run` show them."""
     model_folder.check_written(Path(args.out))
     _process.import_transformers()
     from vlmcompress.evaluation.doctor.draft import examine_draft
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if drafts:
         if args.results:
             raise UserError(
-                "--results are those of a checkpoint; leave it out for a draft head, whose card has its own"
+                "--results is for a checkpoint; leave it out for a draft head, whose card has its own results"
             )
         upload = publish.plan_draft(out, args.repository, target=args.base_model)
     else:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _advice(upload: Upload) -> str:
-    """A line about an original that the card does not name; empty if it does."""
+    """A line of advice if the card does not name the original; else empty."""
     if upload.base_model:
         return ""
-    return "\nThe card names no original, as only a folder is known; say --base-model ORG/NAME."
+    return "\nThe card names no original, as it was a local folder; add --base-model ORG/NAME."

@@ -33,7 +33,7 @@ PLACE = 21
 
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
-    _flags.tensor_parallel(parser, "devices that are to share the model; refuse what vLLM cannot split; default: 1")
+    _flags.tensor_parallel(parser, "devices that share the model; refuse what vLLM cannot split; default: 1")
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     _flags.resumable(parser, "OUT")
 
@@ -92,7 +92,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
         from vlmcompress.recipe import resolve
         from vlmcompress.utils.progress import silent
 
-        whole = resolve(values, file).recipe  # bits are shared out by the weights themselves
+        whole = resolve(values, file).recipe  # the allocation of bits depends on the weights' values
         plan = allocate.allocate_bits(make_plan(whole), progress=silent)
     data = {
         "ok": True,
@@ -105,7 +105,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
 
 
 def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
-    """A plan as text: settings with their origins, layers, sizes. `preview`: of the calibration samples; None: not read."""
+    """A plan as text: settings with their origins, layers, sizes. `preview`: the calibration samples; None: not read."""
     from vlmcompress.quantization.plan import devices
 
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
@@ -129,7 +129,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
     prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
     shared = allocation_text(plan.allocation) if plan.allocation else ""
     if plan.budget:
-        shared = "\nThe widths of groups are decided after the calibration; with --stats they are shown here."
+        shared = "\nCalibration decides the widths of groups; with --stats they are shown here."
     read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
     totals = [
         ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio})"),
@@ -160,7 +160,7 @@ def allocation_text(allocation: Mapping[str, Any]) -> str:
 
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Describe the written checkpoint as data for `--json`."""
+    """The result as data for `--json`."""
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
@@ -196,7 +196,7 @@ def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> l
 
 
 def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """For an FP8 cache: the largest share of visual (text) values clipped by scales calibrated on the other kind alone."""
+    """For an FP8 cache: the largest share of visual (text) values clipped by scales calibrated only on the other kind."""
     if not ranges:
         return None
     clipped = {
@@ -211,7 +211,7 @@ def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """Describe the written checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    """The result as text. `done`: from `result`; `verbose`: add the seconds of each phase."""
     from vlmcompress.export.manifest import error_kind, errors_text
 
     before, after = done["weights_before"], done["weights_after"]
@@ -244,7 +244,7 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
 
 
 def devices_text(choices: Sequence[int]) -> str:
-    """How many devices vLLM can share a checkpoint out among."""
+    """The numbers of devices that vLLM can split a checkpoint over, as text."""
     return f"{' or '.join(map(str, choices))} can share it in vLLM (check --tp N says why not N)"
 
 

@@ -1,4 +1,4 @@
-"""Train a model for some steps to answer with a token reducer as it does without; the result is a plain checkpoint."""
+"""Train a model for a few steps to answer with a token reducer as it did without; the result is a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from vlmcompress.utils.text import table
 GROUP = "compress"
 PLACE = 25
 KEYS = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
-PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, which would bring torch along
+PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, whose module imports torch
 DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the original, in 16 bits or more")
     parser.add_argument("-o", "--out", required=True, help="folder to write")
-    _flags.reducer(parser, "what the model is to run after, and the checkpoint carries")
-    _flags.data(parser, samples="as many as the steps see once, and a tenth more to hold out")
+    _flags.reducer(parser, "visual-token reducer to train for, which the checkpoint carries")
+    _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     parser.add_argument(
         "--train",
         metavar="A,B",
@@ -38,16 +38,18 @@ def options(parser: Parser) -> None:
         help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
         "default: projector,norms,lora",
     )
-    parser.add_argument("--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="of the adapters; default: 8")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="rank of the adapters; default: 8"
+    )
     _flags.training(parser, DEFAULTS, lr="2e-4")
     _flags.settings(parser, "calibrate.max_length, engine, shard_size or trust_remote_code")
     _flags.resumable(parser, "OUT")
     parser.epilog = (
-        "The objective is the divergence KL(original || reduced model) at answer tokens; where DATA have no answers, the\n"
-        "original's own are taken. A tenth of DATA, 8 samples at least, is held out. The state with the lowest divergence\n"
-        "there is written, or the original weights where none is lower. The run ends once 4 measurements in a row are no\n"
-        "better, or one is twice as bad as at first. Recover before you quantize: quantize OUT with the same --reduce.\n"
-        "torchrun -m vlmcompress recover ... shares out the samples of a step among several processes."
+        "The objective is the divergence KL(original || reduced model) at answer tokens; the original's own answers are used\n"
+        "if DATA have none. A tenth of DATA, at least 8 samples, is held out. The state with the lowest divergence there is\n"
+        "written, or the original weights if none is lower. The run ends after 4 measurements in a row without improvement,\n"
+        "or one that is twice as bad as the first. Recover before you quantize: quantize OUT with the same --reduce.\n"
+        "torchrun -m vlmcompress recover ... splits the samples of a step among several processes."
     )
 
 
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def result(
     out: Path, model: str, manifest: Mapping[str, Any], seconds: float, calib: str | Path | None = None
 ) -> dict[str, Any]:
-    """Describe the trained checkpoint as data for `--json`. `model`: the teacher; `calib`: the data that the user gave."""
+    """The result as data for `--json`. `model`: the teacher; `calib`: the data that the user gave."""
     recovery, recipe = manifest["recovery"], manifest["recipe"]
     folder, data = shlex.quote(str(out)), calibration_flag(out, calib, model)
     flags = "".join(f" --reduce {shlex.quote(reducer)}" for reducer in _reducers(recipe))
@@ -103,14 +105,14 @@ def result(
 
 
 def _reducers(recipe: Mapping[str, Any]) -> list[str]:
-    """The reducer of a recipe in the form of the command line. A `resize` is in the processor's files already."""
+    """The reducer of a recipe as values of `--reduce`. A `resize` is already in the processor's files."""
     from vlmcompress.reduction.choice import reducer_of_setting
 
     return [str(reducer_of_setting(recipe["reduce"]).without_thresholds)] if recipe.get("reduce") else []
 
 
 def text(done: Mapping[str, Any], verbose: bool = False) -> str:
-    """Describe the trained checkpoint as text. `done`: from `result`; `verbose`: add the time of each phase."""
+    """The result as text. `done`: from `result`; `verbose`: add the seconds of each phase."""
     recovery, data = done["recovery"], done["calibration"]
     samples, kl = recovery["samples"], recovery["held_out_kl"]
     parts = ", ".join(f"{name} {count:,}" for name, count in recovery["parameters"].items())

@@ -1,4 +1,4 @@
-"""Put the reports of several runs on one page."""
+"""Combine the reports of several runs on one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Write the page. The exit code is 0 also for a failed gate, which `eval` exits with."""
+    """Write the page. The exit code is 0 even for a failed gate; `eval` returns the gate's code."""
     from vlmcompress.evaluation.report import comparison
 
     files = comparison.write_comparison(args.runs, args.out, overwrite=args.overwrite)

@@ -27,13 +27,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", metavar="STATS", help="measure the errors with these statistics; needs --model")
     parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")
     parser.epilog = (
-        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it; a\n"
-        "scheme that needs no data (rtn, fp8) knows the weights' own error only, and --stats brings the rest."
+        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it. For\n"
+        "schemes without data (rtn, fp8) only the error of the weights is known; --stats measures the rest."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Read or measure the errors, and write a page of them where one is asked for."""
+    """Read or measure the errors, and write a page of them with `--out`."""
     from vlmcompress.evaluation.report import layers
     from vlmcompress.utils.folders import save_files
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if bool(args.stats) != bool(args.model):
         raise UserError("--stats and --model belong together; give both or none")
     if args.out is not None and Path(args.out).suffix not in (".html", ".htm"):
-        raise UserError(f"--out {args.out}: a page is written; name it FILE.html")
+        raise UserError(f"--out {args.out} is a page; name it FILE.html")
     first, *rest = _errors(args)
     other = rest[0] if rest else None
     data = {"ok": True, **layers.layer_errors_json(first, other)}
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _errors(args: argparse.Namespace) -> list[LayerErrors]:
-    """The errors of the checkpoint, and of the other one where there is one."""
+    """The errors of the checkpoint, and of the other one if given."""
     folders = [Path(folder) for folder in (args.checkpoint, args.other) if folder is not None]
     if args.stats is None:
         from vlmcompress.evaluation.doctor import layer_errors
@@ -69,5 +69,5 @@ def _errors(args: argparse.Namespace) -> list[LayerErrors]:
 
     statistics, model = statistics_folder.read_statistics(Path(args.stats)), hub.local(args.model)
     if not model.is_dir():
-        raise UserError(f"{model} is not a folder; give the original that the statistics are of")
+        raise UserError(f"{model} is not a folder; give the original model of the statistics")
     return [measured_errors.measure(folder, statistics, model) for folder in folders]

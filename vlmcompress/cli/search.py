@@ -1,4 +1,4 @@
-"""Search schemes, bits and visual tokens together for what serves best while accuracy keeps a floor."""
+"""Search schemes, bits and visual tokens for the best recipe whose accuracy stays above a floor."""
 
 from __future__ import annotations
 
@@ -35,23 +35,31 @@ def options(parser: Parser) -> None:
         "--data",
         mistaken_for=["--dataset"],
         metavar="VALIDATION",
-        help="questions and answers that candidates are asked",
+        help="questions and answers to evaluate candidates on",
     )
     parser.add_argument(
-        "--suite", aliases=["--tasks"], metavar="NAME|FILE", help="how they are scored; see vlmcompress list suites"
+        "--suite", aliases=["--tasks"], metavar="NAME|FILE", help="scoring of the data; see vlmcompress list suites"
     )
-    parser.add_argument("--confirm", metavar="TEST", help="other questions, which only the winner is asked, once")
+    parser.add_argument("--confirm", metavar="TEST", help="other questions, asked once and only of the winner")
     objective_flags(parser)
-    parser.add_argument("--max-drop", type=float, default=0.01, metavar="SHARE", help="the floor; default: 0.01")
     parser.add_argument(
-        "--space", metavar="FILE", help="what to try, in recipe keys; default: all that the target runs"
+        "--max-drop",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="allowed loss of accuracy (the floor); default: 0.01",
+    )
+    parser.add_argument(
+        "--space", metavar="FILE", help="recipe keys and values to try; default: all that the target runs"
     )
     parser.add_argument("--recover", action="store_true", help="also try models trained with their reducer")
-    parser.add_argument("--limit", type=int, metavar="N", help="most questions of VALIDATION to ask; default: all")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="maximum number of questions of VALIDATION; default: all"
+    )
 
 
 def objective_flags(parser: Parser) -> None:
-    """The flags of the objective and of the search, shared with `auto`."""
+    """Add the flags of the objective and the search, shared with `auto`."""
     _flags.target(parser)
     parser.add_argument(
         "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
@@ -64,29 +72,37 @@ def objective_flags(parser: Parser) -> None:
         aliases=["--image"],
         default="448x448",
         metavar="WxH",
-        help="of a typical request, for what is modelled; default: 448x448",
+        help="of a typical request, for modelled speed; default: 448x448",
     )
-    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="of a typical answer; default: 32")
-    parser.add_argument("--price", type=float, metavar="PER_HOUR", help="of the machine: what 1,000 requests cost")
     parser.add_argument(
-        "--max-time", aliases=["--budget"], metavar="TIME", help="how long the search may take, like 30m or 2h"
+        "--out-tokens", type=int, default=32, metavar="N", help="tokens of a typical answer; default: 32"
     )
-    parser.add_argument("--engine", default="vllm", metavar="NAME", help="what answers: vllm or hf; default: vllm")
-    parser.add_argument("--ray", metavar="ADDRESS", help="spread candidates over a Ray cluster: auto, HOST:PORT, local")
+    parser.add_argument(
+        "--price", type=float, metavar="PER_HOUR", help="price of the machine, for the cost of 1,000 requests"
+    )
+    parser.add_argument(
+        "--max-time", aliases=["--budget"], metavar="TIME", help="time limit of the search, like 30m or 2h"
+    )
+    parser.add_argument(
+        "--engine", default="vllm", metavar="NAME", help="engine that answers: vllm or hf; default: vllm"
+    )
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="distribute candidates over a Ray cluster: auto, HOST:PORT or local"
+    )
     parser.add_argument(
         "--keep-work",
         aliases=["--keep"],
         action="store_true",
-        help="keep the folder of work: checkpoints of all candidates",
+        help="keep the work folder with the checkpoints of all candidates",
     )
     _flags.restartable(parser)
     parser.set_defaults(set=[])
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Search, confirm the winner, write page and recipe."""
+    """Search, confirm the winner, and write page and recipe."""
     if not args.data and not args.suite:
-        raise UserError("vlmcompress search: missing --data; give questions with answers that candidates are asked")
+        raise UserError("vlmcompress search: missing --data; give questions with answers")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     search_request = request(args)
@@ -134,18 +150,18 @@ def check(args: argparse.Namespace) -> None:
     if args.speed not in ("", "measured", "modelled"):
         raise UserError(f"--speed {args.speed}: give measured or modelled")
     if not 0 < args.max_drop < 1:
-        raise UserError(f"--max-drop {args.max_drop:g} is no share between 0 and 1; for one point write 0.01")
+        raise UserError(f"--max-drop {args.max_drop:g} is not a share between 0 and 1; for one point write 0.01")
     parse_pixels(args.image_size, "--image-size", most=999_999)
     if args.out_tokens < 1:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
     if args.price is not None and not args.price > 0:
-        raise UserError(f"--price is {args.price:g}; give what an hour of the machine costs")
+        raise UserError(f"--price is {args.price:g}; give the price of the machine per hour")
     if args.engine not in ("vllm", "hf"):
-        raise UserError(f"--engine {args.engine}: a search asks checkpoints that it makes; give vllm or hf")
+        raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
 
 
 def seconds(text: str) -> float:
-    """Read a time like 90s, 30m or 1h30m."""
+    """The seconds of a time like 90s, 30m or 1h30m. Raises `UserError` for other text."""
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
     if not match or not any(match.groups()) or not any(int(part or 0) for part in match.groups()):
         raise UserError(f"--max-time {text}: write a time like 90s, 30m or 1h30m")
@@ -156,7 +172,7 @@ def seconds(text: str) -> float:
 def search_outcome(
     search_request: SearchRequest, args: argparse.Namespace, reference: str = "the data's answers"
 ) -> Outcome:
-    """Run a search, confirm its winner and write the page. `reference`: what answers are compared with, in words."""
+    """Run a search, confirm its winner and write the page. `reference`: the page's words for the reference answers."""
     from vlmcompress.evaluation.report import search as report
     from vlmcompress.evaluation.search.search import WORK, run_search
 

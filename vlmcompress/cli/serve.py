@@ -1,4 +1,4 @@
-"""Run vLLM's OpenAI-compatible server, llama.cpp's for GGUF; flags after -- go to vllm serve."""
+"""Run vLLM's OpenAI-compatible server, or llama.cpp's for GGUF; flags after -- go to vllm serve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PASSES_ON = "vllm serve"
 
 
 def options(parser: Parser) -> None:
-    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint; the original's works as well")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("out", metavar="OUT", help="folder of the checkpoint, or of the original")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, only this machine")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     parser.add_argument(
@@ -24,12 +24,12 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--videos-per-request", aliases=["--videos"], type=int, default=0, metavar="N", help="at most; default: none"
     )
-    _flags.speculation(parser, "what drafts tokens")
-    parser.set_defaults(verbose=True)  # a server's log is what one looks at
+    _flags.speculation(parser, "speculative decoding")
+    parser.set_defaults(verbose=True)  # a server's log is useful
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Start the server; this process becomes it."""
+    """Replace this process by the server."""
     from vlmcompress.engines import llamacpp_server
 
     if llamacpp_server.is_gguf(args.out):

@@ -1,4 +1,4 @@
-"""Learn DyMU's thresholds: how alike tokens must be to merge, layer by layer."""
+"""Learn DyMU's thresholds: the similarity at which tokens merge, per layer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def options(parser: Parser) -> None:
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
-    parser.add_argument("--keep", metavar="SHARE", default="1/3", help="of the tokens, on average; default: 1/3")
+    parser.add_argument("--keep", metavar="SHARE", default="1/3", help="average share of tokens to keep; default: 1/3")
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
     _flags.rows(parser)
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples; default: 128")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="of their choice; default: 0")
     parser.set_defaults(set=[])
     parser.epilog = (
-        "Tokens merge in each layer where they are more alike than its threshold, so plain images keep fewer than rich ones.\n"
+        "In each layer, tokens that are more similar than its threshold merge, so plain images keep fewer than detailed ones.\n"
         "Use the file with --reduce dymu:thresholds=FILE."
     )
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     out = Path(args.out)
     if out.suffix != ".json" or out.is_dir():
-        raise UserError(f"--out {out}: thresholds go to a file; name it FILE.json")
+        raise UserError(f"--out {out} is a file of thresholds; name it FILE.json")
     reducer = parse_reducer(f"{threshold_file.METHOD}:{args.keep}")
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
     recipe = resolve(values | {"scheme": "none"}).recipe

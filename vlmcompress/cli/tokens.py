@@ -1,4 +1,4 @@
-"""Count what images cost before and after a reducer, without reading weights."""
+"""Count the tokens, compute and cache of images before and after a reducer, without reading weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def options(parser: Parser) -> None:
     parser.add_argument("--question", metavar="Q", default="", help="text after the images")
     _flags.kv_cache(parser, "fp8 or bf16; default: the model's own type", default=None, metavar="TYPE")
     parser.epilog = (
-        "prefill and KV cache are the language model's; the encoder works on whole images whatever a reducer drops, and on\n"
-        "smaller ones with resize, which is shown alone and before each reducer."
+        "Prefill and KV cache are those of the language model. The encoder processes whole images, whatever a reducer drops;\n"
+        "only resize makes them smaller. It is shown alone and before each reducer."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Count the tokens, the work on them and the cache that they fill."""
+    """Count the tokens, their compute and their cache."""
     if args.kv_cache is not None and args.kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _steps(blocks: Sequence[int]) -> str:
-    """Write visual tokens by decoder block: each count, and where it begins."""
+    """Visual tokens by decoder block as text: each count, and the block from which it applies."""
     starts = [block for block, count in enumerate(blocks) if not block or count != blocks[block - 1]]
     first, *others = [f"{blocks[block]:,} {{}}from block {block} on" for block in starts]
     return ", ".join([first.format("visual tokens "), *(step.format("") for step in others)])

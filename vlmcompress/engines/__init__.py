@@ -1,7 +1,7 @@
 """Inference engines: `get("vllm")`, `get("hf")` or `get("openai:http://localhost:8000")` answers requests.
 
-An engine gets requests in OpenAI's chat format, and gives greedy answers and a description of its run. The local ones are
-processes of their own: the compressor's environment and the engine's may differ.
+An engine takes requests in OpenAI's chat format and returns greedy answers and a description of its run. Local engines run in
+separate processes, so the compressor's environment and the engine's may differ.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vlmcompress.utils.schema import Count, LogProbability
 
 NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
 MEDIA = ("image_url", "video_url")
-"""Types of content parts that show a file, whose address is `part[type]["url"]`."""
+"""Types of content parts with a file, whose address is `part[type]["url"]`."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`, and videos
-    `video_url`, as vLLM has them.
+    `video_url`, as in vLLM.
 
     `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`.
     """
@@ -36,7 +36,7 @@ class Request:
     max_tokens: int | None = None
 
     def media(self) -> list[dict[str, Any]]:
-        """The parts that show a file, in their order; they are the request's own."""
+        """The parts with a file, in order; references into the request, not copies."""
         contents = [message["content"] for message in self.messages if isinstance(message["content"], list)]
         return [part for content in contents for part in content if part["type"] in MEDIA]
 
@@ -56,8 +56,8 @@ class EngineSettings:
         max_model_len: context length; -1: the model's own, or what fits into memory if that is less.
         max_num_seqs: sequences in flight; 0: the engine's choice (vLLM: 32 on a CPU, 256 on a GPU).
         logprobs: report this many of the most likely first tokens with their log-probabilities.
-        start_timeout: seconds until the model must be loaded.
-        answer_timeout: seconds in which at least one more answer must come.
+        start_timeout: seconds within which the model must be loaded.
+        answer_timeout: seconds within which the next answer must arrive.
         refusals: the most requests that the engine may refuse (see `Answer.refused`); one more ends the run.
     """
 
@@ -77,9 +77,9 @@ class Answer:
     """An answer of the model. `finish` is `stop`, or `length` when `max_tokens` cut it off.
 
     `first` maps the text of the most likely first tokens to their log-probabilities (natural, of the whole vocabulary);
-    None if it was not asked for. `prompt_tokens` are those that the language model got, `visual_tokens` those of images among
-    them, where the engine tells. Tokens with equal text count as one, with the sum of their probabilities. `refused` says why
-    the model or the engine raised for the request; then there is no answer, and the text is empty.
+    None if not requested. `prompt_tokens` is the number of tokens that the language model got, `visual_tokens` the number of
+    image tokens among them, if the engine reports it. Tokens with equal text are one entry with the sum of their
+    probabilities. `refused` is the reason if the model or the engine raised for the request; then the text is empty.
     """
 
     id: str
@@ -94,9 +94,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """All answers by request id, the engine's description of itself, and the seconds it took without its start.
+    """All answers by request id, the engine's description of itself, and the seconds it took, without its start.
 
-    `engine["restarts"]` counts the times it crashed and was started again.
+    `engine["restarts"]` is the number of restarts after crashes.
     """
 
     answers: dict[str, Answer]
@@ -106,14 +106,14 @@ class Run:
 
 @dataclass
 class Refusals:
-    """Counts the requests that an engine refuses. `model`: what messages call the model; `allowed`: how many there may be."""
+    """Counts the requests that an engine refuses. `model`: the model's name in messages; `allowed`: the most refusals."""
 
     model: str
     allowed: int
     count: int = 0
 
     def add(self, identity: str, why: str) -> Answer:
-        """The answer in the place of one that was refused. Raises `UserError` when there are more than allowed."""
+        """Record a refusal and return its `Answer`. Raises `UserError` if there are more than allowed."""
         self.count += 1
         if self.count > self.allowed:
             others = f"{self.count - 1} other{'s' * (self.count > 2)}"
@@ -137,8 +137,8 @@ class Job:
 
     Attributes:
         model: checkpoint folder, or the model's name on a server.
-        media: the folder that the requests' images are in; the engine may read no other.
-        label: names this run in `progress(label, answered, total)`, and in messages.
+        media: the folder with the requests' images; the engine may read no other.
+        label: name of this run in `progress(label, answered, total)` and in messages.
         on_answer: called with each answer as it arrives, before the call returns.
     """
 
@@ -152,7 +152,7 @@ class Job:
 
 
 class Engine:
-    """An engine: it answers requests. `local`: its models are checkpoint folders, else names that a server knows."""
+    """An engine that answers requests. `local`: whether models are checkpoint folders; else names that a server knows."""
 
     name: str
     local: bool
@@ -167,12 +167,13 @@ class Engine:
         return self._answer(Job(model, requests, Path(media), **fields))
 
     def _answer(self, job: Job) -> Run:
-        """What each engine does for `answer`."""
+        """Answer a job; each engine implements this for `answer`."""
         raise NotImplementedError
 
 
 def media_file(address: str, media: Path) -> Path:
-    """The file of a `file:` address in the folder `media`. ValueError: it is elsewhere, and engines read nothing there."""
+    """The file of a `file:` address in the folder `media`. Raises ValueError if it is elsewhere, as engines may not read
+    it."""
     path = Path(unquote(urlparse(address).path)).resolve()
     if not address.startswith("file://") or not path.is_relative_to(media.resolve()):
         raise ValueError(f"{address[:80]} is not a file in {media}")
@@ -186,7 +187,7 @@ def get_engine(spec: str) -> Engine:
         UserError: there is no engine of that name, or its address is not a URL.
     """
     name, _, address = spec.partition(":")
-    if spec in NAMES[:-1]:  # imported when asked for, by name: each of them imports this module
+    if spec in NAMES[:-1]:  # imported on demand, as each of these modules imports this one
         return importlib.import_module(f"{__name__}.{spec}").ENGINE
     if name == "openai":
         return importlib.import_module(f"{__name__}.openai").OpenAI.at(address)

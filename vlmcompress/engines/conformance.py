@@ -1,19 +1,18 @@
-"""Finding that an engine answers as transformers does: `vlmcompress doctor OUT --engine vllm` (or `llamacpp --source MODEL`).
+"""Check that an engine answers like transformers: `vlmcompress doctor OUT --engine vllm` (or `llamacpp --source MODEL`).
 
-Engine and transformers (`engines.hf`, one conversation at a time, with the reducer that OUT carries) answer the same
-questions greedily: about one image, two, one after text, none, and for vLLM a second turn and an image far from the
-beginning. vLLM gets each question twice in one run with prefix caching, a few in a batch. Weights that are not quantized are
-compared in float32. GGUF is compared with the checkpoint that it was exported from, which transformers reads.
+Engine and transformers (`engines.hf`, one conversation at a time, with OUT's reducer) answer the same questions greedily:
+about one image, two images, an image after text, text only, and for vLLM a second turn and an image far from the beginning.
+vLLM gets each question twice in one run with prefix caching, several per batch. Unquantized weights are compared in float32.
+GGUF is compared with the checkpoint that it was exported from, which transformers reads.
 
 | check | what it finds |
 |---|---|
-| names | vLLM's model takes every tensor of OUT and lacks none; asked first, before any weight is loaded (`vllm.names`) |
-| answers | all questions are answered |
-| prompts | each prompt has as many tokens, after reduction: templates, tokenizer, sizes of images, kept tokens |
-| first tokens | the log-probability of the likeliest first token is the same, in the median and at most |
-| likeliest | it is the same token, unless two are as likely within what the last check allows |
-| texts | how many answers are the same; judged in float32 in vLLM alone, as one near tie changes all after it |
-| asked again | an answer from cached prefixes and encoder outputs, in another batch, is the same |
+| names | vLLM's model uses every tensor of OUT and misses none; checked before any weight is loaded (`vllm.names`) | | answers
+| all questions are answered | | prompts | each prompt has as many tokens, after reduction: templates, tokenizer, sizes of
+images, kept tokens | | first tokens | the log-probability of the likeliest first token is the same, in the median and in the
+maximum | | likeliest | it is the same token, unless two are equally likely within the tolerance of the last check | | texts |
+how many answers are the same; required only in vLLM in float32, as a near tie changes the rest of an answer | | asked again |
+an answer from cached prefixes and encoder outputs, in another batch, is the same |
 
 Cut prompts, preemption, aborted requests, videos, adapters and drafts are tested in `tests/engines`, not here.
 """
@@ -45,9 +44,9 @@ from vlmcompress.utils.progress import Progress
 
 KINDS = ("one image", "two images", "image after text", "text only")
 SIZES = ((224, 224), (320, 160), (144, 144), (160, 288), (448, 336))
-TALL = (64, 8960)  # in families with M-RoPE over 256 rows of two columns
+TALL = (64, 8960)  # size that gives over 256 rows of two columns in families with M-RoPE
 COLOURS = ("black", "white", "red", "green", "blue", "yellow", "orange", "purple")
-AGAIN = " again"  # ends the id of a question that is asked a second time
+AGAIN = " again"  # suffix of the id of a repeated question
 TOKENS, LOGPROBS, BATCH = 8, 8, 4
 
 
@@ -56,8 +55,9 @@ class Limits:
     """How far log-probabilities of first tokens may differ.
 
     Attributes:
-        median, most: in the median and at most, nats.
-        share: of the questions to which `most` applies: with rounding errors a reducer may keep other tokens of an image.
+        median, most: tolerance of the median and of the maximum, in nats.
+        share: share of the questions to which `most` applies, as with rounding errors a reducer may keep other tokens of
+            an image.
         texts: share of the answers that must have the same text.
     """
 
@@ -83,20 +83,20 @@ def examine(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Finding]:
-    """Ask a checkpoint in an engine and the same weights in transformers, and compare.
+    """Compare the answers of a checkpoint in an engine with those of the same weights in transformers.
 
     Args:
         engine: "vllm" or "llamacpp".
         source: the checkpoint with the same weights in safetensors, for llama.cpp.
         prompts: number of questions, of four kinds in turn.
-        data: data set to take images and questions from; None: images are drawn.
+        data: data set with images and questions; None: images are generated.
 
     Returns:
-        The findings; where vLLM cannot load the checkpoint because of its tensors' names, that one alone.
+        The findings; if vLLM cannot load the checkpoint because of its tensors' names, only that one.
 
     Raises:
-        UserError: the folder is no checkpoint of the engine's, its reducer block is not right, there are too few questions, or
-            an engine can't start or answer.
+        UserError: the folder has no checkpoint for the engine, its reducer block is invalid, there are too few questions, or
+            an engine cannot start or answer.
     """
     folder, progress = Path(folder), progress or (lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:
@@ -123,17 +123,17 @@ def examine(
         else:
             config = models.read_config(folder)
             reduced = reducer_block.read_reducer(config) is not None
-            spec = models.spec_for(config)  # what is wrong with the checkpoint is said before a model is loaded
+            spec = models.spec_for(config)  # errors in the checkpoint are raised before a model is loaded
             interpreter()
             requests = make_questions(media, prompts, data, seed)
             requests += _vllm_questions(media, requests[0], "mrope_section" in json.dumps(config), seed)
-            progress("asking vLLM for the tensors' places", 0, 3)
+            progress("checking tensor names in vLLM", 0, 3)
             findings.append(names.check_tensors(folder))
             if not findings[0].ok:
                 return findings
             method = (config.get("quantization_config") or {}).get("quant_method", compressed_tensors.FORMAT)
             reference = folder
-            if method != compressed_tensors.FORMAT:  # which transformers reads without further packages
+            if method != compressed_tensors.FORMAT:  # transformers reads that one without further packages
                 reference = Path(place, "reference")
                 convert(folder, reference, compressed_tensors.FORMAT)
             # vLLM's CPU kernel of Gated DeltaNets computes in bfloat16 only (0.32, 0.33: `ops/cpu/gdn_attention.py`).
@@ -151,7 +151,7 @@ def examine(
 
 
 def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Finding]:
-    """Compare transformers' answers with an engine's to the same questions; those with `AGAIN` are compared with the first."""
+    """Compare transformers' answers with an engine's; repeated questions (`AGAIN`) are compared with their first answer."""
     expected, answers = _whole_characters(expected), _whole_characters(answers)
     both = [name for name in expected if name in answers]
     failed = [name for name in expected if name not in answers]
@@ -161,7 +161,7 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
     for name in gaps:
         first, reference = answers[name].first or {}, expected[name].first or {}
         chosen, token = max(first, key=first.__getitem__), max(reference, key=reference.__getitem__)
-        # A near tie may fall either way: each of the two values is off by up to the median that is allowed.
+        # A near tie may fall either way: each of the two values may be off by the allowed median.
         if reference[token] - reference.get(chosen, -1e9) > 2 * limits.median:
             others.append(name)
     within, enough = sum(gap <= limits.most for gap in gaps.values()), limits.share * len(gaps)
@@ -196,7 +196,7 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
 
 
 def _whole_characters(answers: Mapping[str, Answer]) -> dict[str, Answer]:
-    """Answers without tokens' parts of characters, each of which is a mark in transformers, and one or none in an engine."""
+    """Answers without incomplete characters, which are replacement characters in transformers, and one or none in engines."""
     whole = {}
     for name, answer in answers.items():
         first = first_tokens((text.replace("\ufffd", ""), value) for text, value in (answer.first or {}).items())
@@ -205,7 +205,7 @@ def _whole_characters(answers: Mapping[str, Answer]) -> dict[str, Answer]:
 
 
 def _gap(answer: Answer, expected: Answer) -> float | None:
-    """How far the log-probability of the expected likeliest first token is off, nats; None where one is not reported."""
+    """Difference of the log-probabilities of the expected likeliest first token, in nats; None if one is not reported."""
     if not answer.first or not expected.first:
         return None
     token = max(expected.first, key=expected.first.__getitem__)
@@ -255,7 +255,8 @@ def make_questions(media: Path, count: int, data: Path | None, seed: int) -> lis
 
 
 def _vllm_questions(media: Path, first: Request, tall: bool, seed: int) -> list[Request]:
-    """A second turn after the first question, and an image at positions beyond 256, where bfloat16 has no odd numbers."""
+    """A second turn after the first question, and an image at positions beyond 256, where bfloat16 cannot represent odd
+    ones."""
     turns = [
         *first.messages,
         {"role": "assistant", "content": "yes"},

@@ -1,12 +1,11 @@
-"""An engine on several workers: each answers a part of the requests with an engine of its own.
+"""An engine on several workers: each answers a part of the requests with its own engine.
 
-The images of a part travel with it, and a worker writes them into a temporary folder; answers come back the same way. So
-nothing has to be shared but the model: its folder is at the same path on every node and holds the same files, or it came
-from the Hub, and a node that lacks it fetches it.
+A part includes its images, which the worker writes to a temporary folder; answers are sent back. So only the model must be
+shared: its folder has the same path and files on every node, or it came from the Hub, and nodes without it download it.
 
-Requests about the same images stay together, as an engine encodes these once. An engine that computes fixed batches
-(`Local.batch`) gets the batches that it would have made of all requests, so that its answers are those of one worker, to the
-bit on like machines. A part's answers arrive when all of them are there.
+Requests about the same images stay together, as an engine encodes these once. An engine with fixed batches (`Local.batch`)
+gets the same batches as with a single worker, so its answers are the same, bit for bit on identical machines. A part's answers
+arrive together when all are done.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import model_hash
 from vlmcompress.utils.workers import Failed, Workers
 
-PARTS = 2  # parts for each worker, so that a slow one holds up less
-SCHEME = "part:"  # of an image's address while it travels
-MIXED = ("version", "device_name", "dtype")  # of an engine's description, where nodes may differ
+PARTS = 2  # parts per worker, so that a slow worker delays less
+SCHEME = "part:"  # scheme of an image's address within a part
+MIXED = ("version", "device_name", "dtype")  # keys of an engine's description that may differ between nodes
 
 
 @dataclass(frozen=True)
 class DataParallel(Engine):
-    """The engine `engine` on `workers`. Its name is that engine's: the answers are, too."""
+    """The engine `engine` on `workers`, under that engine's name, as the answers are the same."""
 
     engine: Engine
     workers: Workers
@@ -49,7 +48,7 @@ class DataParallel(Engine):
         return self.engine.local
 
     def _answer(self, job: Job) -> Run:
-        """Answer on all workers; `engine["workers"]` says how many there were. The seconds are those of all together."""
+        """Answer on all workers; `engine["workers"]` is their number. The seconds are elapsed time for all parts."""
         settings, folder = job.settings, Path(job.model).absolute()
         shared = Part(_portable(self.engine), str(folder), hub.identity(folder), model_hash(folder), settings)
         batch = self.engine.batch if isinstance(self.engine, Local) else 0  # requests that it computes together
@@ -84,13 +83,13 @@ class DataParallel(Engine):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the requests, and all that a worker needs to answer it.
+    """A part of the requests, and everything that a worker needs to answer it.
 
     Attributes:
-        model: the model's folder where the run was started.
+        model: the model's folder on the machine that started the run.
         hub: its id and commit, if it came from the Hub.
         content: hash of its files.
-        images: the contents of files of images and videos; addresses of `requests` are numbers in this list.
+        images: contents of image and video files; addresses in `requests` are indices into this list.
     """
 
     engine: Engine
@@ -103,7 +102,7 @@ class Part:
 
 
 class _Jobs(Sequence[Part]):
-    """The parts, whose images are read when a part is asked for, so that they are not all in memory at once."""
+    """The parts; a part's images are read on access, so that they are not all in memory at once."""
 
     def __init__(self, shared: Part, parts: Sequence[Sequence[Request]], media: Path):
         self._shared, self._parts, self._media = shared, parts, media
@@ -130,10 +129,10 @@ class _Jobs(Sequence[Part]):
 
 
 def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Request]]:
-    """Divide requests into at most `count` parts of about the same size, and never within a unit.
+    """Divide requests into at most `count` parts of about the same size without splitting a unit.
 
-    A unit is a batch of `batch` requests with equally many images and videos in their order; if `batch` is 0, all requests
-    about the same ones.
+    A unit is a batch of `batch` consecutive requests with equally many images and videos or, if `batch` is 0, all requests
+    about the same images and videos.
     """
     groups: dict[Any, list[Request]] = {}
     for request in requests:
@@ -154,10 +153,10 @@ def divide(requests: Sequence[Request], batch: int, count: int) -> list[list[Req
 
 
 def answer_part(part: Part) -> Run:
-    """Answer a part of the requests, on the machine that has got it.
+    """Answer a part of the requests, on the worker's machine.
 
     Raises:
-        UserError: the model is not here, or another one is; or the engine fails.
+        UserError: the model is missing here or differs, or the engine fails.
     """
     model = _model_here(part)
     with tempfile.TemporaryDirectory(prefix="vlmcompress-part-") as folder:
@@ -181,16 +180,16 @@ def _model_here(part: Part) -> Path:
     folder, node = Path(part.model), platform.node()
     if part.hub and not folder.is_dir():
         hub.offline_except_ids()
-        return hub.local(f"{part.hub['source']}@{part.hub['revision']}")  # the commit says what is in it
+        return hub.local(f"{part.hub['source']}@{part.hub['revision']}")  # the commit identifies the content
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there on node {node}; put the model at the same path on every node")
+        raise UserError(f"{folder} does not exist on node {node}; put the model at the same path on every node")
     if not part.hub and model_hash(folder) != part.content:
-        raise UserError(f"{folder} on node {node} has other files than where the run was started; copy it there again")
+        raise UserError(f"{folder} on node {node} differs from the one where the run was started; copy it there again")
     return folder
 
 
 def _portable(engine: Engine) -> Engine:
-    """The engine, the file of its worker relative to this package, which may be elsewhere on another node."""
+    """The engine with its worker file relative to this package, whose path may differ on another node."""
     if not isinstance(engine, Local):
         return engine
     return dataclasses.replace(engine, module=engine.module.relative_to(WORKER.parent))

@@ -1,6 +1,6 @@
-"""transformers' `generate` as an engine: slow, but the reference, and without need of vLLM.
+"""transformers' `generate` as an engine: slow, but the reference, and independent of vLLM.
 
-`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there): greedy, in batches padded on the left.
+`ENGINE` runs this file in a separate process (`engines/worker.py` loads it there): greedy, in batches padded on the left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vlmcompress.engines import media_file
 from vlmcompress.engines.local import Local
 
 PACKAGE = "transformers"
-IN_FLIGHT = 8  # requests of a batch, unless the settings say
+IN_FLIGHT = 8  # default number of requests in a batch
 ENGINE = Local(
     name="hf",
     title="transformers",
@@ -43,7 +43,7 @@ def start(job: dict):
 
 
 def answers(engine, requests, job: dict):
-    """Answer batch by batch: requests with equally many images, as some processors need that; with videos one by one."""
+    """Answer in batches of requests with equally many images, which some processors require; requests with videos alone."""
     groups: dict[tuple[int, int], list[dict]] = {}
     for request in requests:
         groups.setdefault((count(request, "image_url"), count(request, "video_url")), []).append(request)
@@ -54,7 +54,7 @@ def answers(engine, requests, job: dict):
 
 
 def answered(engine, batch: list[dict], settings: dict) -> list[tuple]:
-    """The answers to a batch. Where it fails, its halves are asked, down to the request for which processor or model raise."""
+    """Answer a batch. If it fails, its halves are tried, down to the single request for which processor or model raise."""
     try:
         return list(engine.generate(batch, engine.encode(batch), settings))
     except Exception as error:
@@ -88,14 +88,14 @@ class Engine:
         opened: Any = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
         model, loaded = opened
         if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
-            # transformers only warns, and fills them with random numbers
+            # transformers would only warn and initialize them randomly
             raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = model.to(self.device).eval()
         self.processor = AutoProcessor.from_pretrained(folder, **local)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
-        # `generate` ends at the generation config's tokens alone, vLLM at the tokenizer's end token, too.
+        # `generate` stops only at the generation config's end tokens, vLLM also at the tokenizer's.
         ends = model.generation_config.eos_token_id
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
         positions, limit = model.config.get_text_config().max_position_embeddings, settings["max_model_len"]
@@ -109,7 +109,7 @@ class Engine:
                 check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
         reduce = (
             parse_reducer(job["reduce"]) if job.get("reduce") else None
-        )  # else the one that the checkpoint carries, if any
+        )  # by default the checkpoint's reducer, if any
         self.attached = attach_carried(self.model, self.processor, folder, reduce)
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 
@@ -196,7 +196,7 @@ class Engine:
 
 
 class FirstToken:
-    """A logits processor that changes nothing and remembers the most likely tokens of the first step."""
+    """A logits processor that changes nothing and stores the most likely tokens of the first step."""
 
     def __init__(self, most: int):
         self.most = most

@@ -1,7 +1,7 @@
 """llama.cpp as an engine: the server of the package `xllamacpp`, on a folder with `model.gguf` and `mmproj.gguf`.
 
-`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there). Prompts are those of `rendered`, with a
-marker for each image. Images are resized by llama.cpp, as they are for its users.
+`ENGINE` runs this file in a separate process (`engines/worker.py` loads it there). Prompts come from `rendered`, with a marker
+for each image. llama.cpp resizes images, as it does for its users.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def start(job: dict):
 
 
 class Engine(Rendered):
-    """A server in this process; an error that `answer` raises means that it is gone."""
+    """A server in this process; if `answer` raises an error, the server has died."""
 
     REFUSALS = ()
 
@@ -67,11 +67,11 @@ class Engine(Rendered):
         self.server = xllamacpp.Server(params)
 
     def answer(self, request: dict, settings: dict):
-        """Answer one request; an exception says that it is refused."""
+        """Answer one request; returns an exception if it is refused."""
         try:
             prompt, images = self.prompt(request["messages"])
             if MARKER in prompt:
-                raise ValueError(f"the prompt has {MARKER} in it, which stands for an image in llama.cpp")
+                raise ValueError(f"the prompt contains {MARKER}, llama.cpp's marker for an image")
             prompt = prompt.replace(self.family.image, self.family.marker.format(MARKER))
         except Exception as error:
             return error
@@ -95,7 +95,7 @@ class Engine(Rendered):
         except urllib.error.HTTPError as error:
             return ValueError(json.load(error).get("error", {}).get("message", str(error)))
         tokens, probabilities = reply["tokens"], (reply.get("completion_probabilities") or [{}])[0]
-        # The server leaves out tokens that are a part of a character: what comes first may be a later one's.
+        # The server omits tokens that are part of a character, so the first entry may belong to a later token.
         tops = probabilities.get("top_logprobs") or [] if tokens[:1] == [probabilities.get("id")] else []
         return {
             "text": self.processor.tokenizer.decode(

@@ -1,9 +1,9 @@
-"""llama.cpp's OpenAI-compatible server, that of the package `xllamacpp`, as a process: for `serve_gguf` and `bench`.
+"""llama.cpp's OpenAI-compatible server (of the package `xllamacpp`) as a process, for `serve_gguf` and `bench`.
 
     with server("OUT") as running:
         requests.get(f"{running.url}/v1/models")
 
-`parameters` are those of the engine, too. `cached` lets a prompt begin with what the last one in its slot began with, as
+The engine uses `parameters` as well. With `cached` a prompt reuses the common prefix with the last prompt in its slot, as
 `llama-server` does by default; nothing else is cached. This file is run by path: `python llamacpp_server.py FOLDER HOST PORT
 CONTEXT SLOTS`.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vlmcompress.engines.vllm.serve import Server
 
 FILES = ("model.gguf", "mmproj.gguf")
-SLOTS = 4  # requests at once
-LONGEST = 8192  # tokens of a context, unless the settings say: a cache for the model's own length may not fit
+SLOTS = 4  # concurrent requests
+LONGEST = 8192  # default context length: a cache for the model's full length may not fit into memory
 
 
 def is_gguf(folder: str | Path) -> bool:
@@ -36,10 +36,10 @@ def is_gguf(folder: str | Path) -> bool:
 
 
 def parameters(folder: Path, *, context: int, slots: int, limits: tuple[int, int] | None) -> Any:
-    """xllamacpp's parameters of a server with `slots` requests at once, each of at most `context` tokens.
+    """xllamacpp's parameters for a server with `slots` concurrent requests, each of at most `context` tokens.
 
     Args:
-        limits: least and most visual tokens of an image, which llama.cpp reads from no file; None: its own.
+        limits: least and most visual tokens of an image, which llama.cpp does not read from a file; None: its defaults.
     """
     import xllamacpp
 
@@ -49,7 +49,8 @@ def parameters(folder: Path, *, context: int, slots: int, limits: tuple[int, int
     params.n_ctx, params.n_parallel = context * slots, slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = False
-    # llama-server shares n_ctx among its slots; `cache_ram_mib` keeps prompts of other slots, which a benchmark must not meet.
+    # llama-server divides n_ctx among its slots; `cache_ram_mib` caches prompts of other slots, which would distort
+    # benchmarks.
     params.cache_ram_mib = 0
     if limits:
         params.image_min_tokens, params.image_max_tokens = limits
@@ -57,14 +58,14 @@ def parameters(folder: Path, *, context: int, slots: int, limits: tuple[int, int
 
 
 def positions(folder: Path) -> int:
-    """Tokens of the model's longest context."""
+    """The model's longest context, in tokens."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     return text.get("max_position_embeddings") or LONGEST
 
 
 def token_limits(processor: Any) -> tuple[int, int] | None:
-    """Least and most visual tokens of an image of a processor that keeps an image's proportions; None for others."""
+    """Least and most visual tokens of an image for processors that preserve the aspect ratio; None for others."""
     least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
     if least and most:
         return least, most
@@ -100,7 +101,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
 
 
 def serve_gguf(folder: str | Path, host: str, port: int, context: int | None, refused: list[str]) -> None:
-    """Replace this process by the server; `refused`: flags that only vLLM has. Errors are those of `command`."""
+    """Replace this process by the server; `refused`: given flags that only vLLM has. Raises like `command`."""
     from vlmcompress.engines.vllm.serve import example
     from vlmcompress.utils.errors import UserError
 
@@ -121,15 +122,15 @@ def gguf_server(
     cached: bool = False,
     timeout: float = 600.0,
 ) -> Iterator[Server]:
-    """Serve a checkpoint on this machine as long as the block lasts.
+    """Context manager: serve a checkpoint on this machine.
 
     Args:
-        slots: requests at once.
-        cached: prompts may begin with what is in a slot already.
-        timeout: seconds until the server must answer.
+        slots: concurrent requests.
+        cached: whether prompts reuse their slot's cached prefix.
+        timeout: seconds within which the server must answer.
 
     Raises:
-        UserError: see `command`, or the server does not come up.
+        UserError: as in `command`, or the server does not start.
     """
     from vlmcompress.engines.local import keep_log, start_process, stop_process
     from vlmcompress.engines.vllm.serve import HOST, Server, free_port, wait

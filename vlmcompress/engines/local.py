@@ -1,13 +1,13 @@
-"""Get answers from an engine that runs as a process of its own, on a checkpoint folder.
+"""Get answers from an engine that runs in a separate process, on a checkpoint folder.
 
-This side writes the requests to a file, starts `worker.py` in a new session and reads events from its standard output.
-Whatever happens (an error, a timeout, Ctrl-C, even `kill -9` of this process), the worker's process group does not
-outlive the call: its standard input is held open here and closes when this process ends. The engine's log goes to a temporary
-file; if the engine fails, its last meaningful lines become the error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
+This side writes the requests to a file, starts `worker.py` in a new session and reads events from its standard output. In any
+case (an error, a timeout, Ctrl-C, even `kill -9` of this process) the worker's process group does not outlive the call: its
+standard input is held open here and closes when this process ends. The engine's log goes to a temporary file; if the engine
+fails, its last meaningful lines become the error's text. `VLMCOMPRESS_ENGINE_LOG=FILE` appends it to FILE.
 
-An engine that dies while it answers is started once more, with the requests that are still open. Where it dies again and
-requests may be refused, it is started to answer them one at a time: the one at which it dies is refused, as vLLM's engine dies
-of an exception in a model's code. Dying while it loads is final, and so is silence: both would only take as long again.
+An engine that dies while answering is restarted once, with the open requests. If it dies again and requests may be refused, it
+is restarted to answer them one at a time: the request at which it dies is refused, as vLLM's engine dies of an exception in a
+model's code. Dying while loading is final, and so is a timeout, as a retry would take just as long.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
 
 DEADLY = 3
-"""The most requests of a run that may each end the engine."""
+"""Most requests of a run that may crash the engine."""
 WORKER = Path(__file__).with_name("worker.py")
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Set for an engine's process unless the user has set them."""
+"""Environment variables of an engine's process, unless the user has set them."""
 
 _PREFIX = re.compile(
     r"^(\([\w ]+pid=\d+\)\s*)?((ERROR|WARNING|INFO) \d\d-\d\d [\d:]+ \[[^]]*\]\s*)?(\d+\.\d\d\.\d{3}\.\d{3} [EWI]\s+)?"
 )
 _NOISE = re.compile(r"$|Traceback |File \"|[~^]+$|raise |return |[\w.]*ValidationError: \d+ validation ")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*(error:|error loading |\[type=\w+, |Killed|out of memory)")
-_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic shows what it was given after what is wrong with it
+_INPUT = re.compile(r" \[type=\w+, .*")  # pydantic appends its input to the message
 
 
 class Crash(UserError):
@@ -57,16 +57,16 @@ class Local(Engine):
     """An engine that runs in a process of `worker.py`.
 
     Attributes:
-        title: its name for people.
+        title: its name in messages.
         module: the file that `worker.py` loads, which runs the engine.
-        advice: what to do when its Python can't import the engine, for the error.
-        interpreter: function that gives the path of a Python that has the engine; by default this one.
-        environment: function that gives the environment variables of the worker; by default this process's, and `OFFLINE`.
-        reduce: a visual-token reducer (as `--reduce` has it) for every model, whatever its checkpoint carries.
+        advice: what to do if its Python cannot import the engine, for the error.
+        interpreter: function that returns the path of a Python with the engine; by default this one.
+        environment: function that returns the worker's environment variables; by default this process's and `OFFLINE`.
+        reduce: a visual-token reducer (in the form of `--reduce`) for every model, which overrides the checkpoint's.
         speculative: JSON of vLLM's `--speculative-config`, already checked.
-        batch: requests that it computes together, in their order, unless the settings say; 0: as they come.
-        videos: whether it takes videos.
-        remark: function that gives a line to be said of a checkpoint before it is loaded, or None.
+        batch: default number of requests that it computes together, in order; 0: it schedules them itself.
+        videos: whether it supports videos.
+        remark: function that returns a message about a checkpoint to show before it is loaded, or None.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Local(Engine):
                     raise Crash(f"{crash}; it had been started again after a first crash; {where}") from crash
                 if not unanswered:
                     break
-                # in the order in which an engine takes them that answers those with equally many images together
+                # the order in which an engine processes them that batches those with equally many images
                 kinds = list(dict.fromkeys((request.images(), request.videos()) for request in unanswered))
                 unanswered.sort(key=lambda request: kinds.index((request.images(), request.videos())))
                 job.progress(
@@ -160,10 +160,10 @@ class Local(Engine):
         Args:
             job: settings for the worker, to which the path of the requests' file is added.
             model: the model, for error messages.
-            refusals: whether requests may be refused; without it the first one is an error.
+            refusals: whether requests may be refused; otherwise the first refusal is an error.
 
         Raises:
-            UserError: the engine can't start, is silent for too long, or refuses a request; `Crash` if it died.
+            UserError: the engine cannot start, times out, or refuses a request; `Crash` if it died.
         """
         if line := self.remark(model):
             note(line)
@@ -230,14 +230,14 @@ def _answer(event: dict) -> Answer:
 
 
 def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: float) -> bytes | None:
-    """The worker's next line; None once it has ended, even where a process that it started keeps its output open.
+    """The worker's next line; None once it has ended, even if one of its child processes keeps the output open.
 
     Raises:
-        queue.Empty: there was none for `limit` seconds.
+        queue.Empty: there was no line within `limit` seconds.
     """
     deadline = time.monotonic() + limit
     while True:
-        ended = worker.poll() is not None  # before the wait: what it wrote last has arrived after it
+        ended = worker.poll() is not None  # checked before waiting, so that its last output is not missed
         try:
             return lines.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
         except queue.Empty:
@@ -250,7 +250,7 @@ def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: flo
 def start_process(
     command: Sequence[str], environment: dict[str, str], log: Path, *, piped: bool = True
 ) -> subprocess.Popen:
-    """Start a process that leads a session, with a pipe as its standard input, so that it can end when this process does.
+    """Start a process in a new session, with a pipe as its standard input, so that it can end when this process does.
 
     Args:
         log: file for its standard error, overwritten.
@@ -273,9 +273,9 @@ def start_process(
 
 
 def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
-    """End a process that leads a session, with all its children: by SIGTERM, after `grace` seconds by SIGKILL.
+    """End a session's leading process and all its children: by SIGTERM, after `grace` seconds by SIGKILL.
 
-    What interrupts the wait is passed on when all are killed.
+    An exception that interrupts the wait is raised again once all are killed.
     """
 
     def send(sig: signal.Signals) -> None:
@@ -311,7 +311,7 @@ def keep_log(log: Path) -> None:
 
 
 def last_words(log: Path, most: int = 3) -> str:
-    """The last distinct error lines of a log, or else its last lines, as `: a | b`; empty for an empty log."""
+    """The last distinct error lines of a log or, without any, its last lines, as `: a | b`; empty for an empty log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_PREFIX.sub("", line.strip()).strip() for line in re.split(r"[\r\n]+", text)]
     lines = [line for line in lines if not _NOISE.match(line)]

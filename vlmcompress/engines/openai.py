@@ -1,8 +1,8 @@
-"""Get answers from a server that is running already, over OpenAI's chat completions interface.
+"""Get answers from a running server, over OpenAI's chat completions interface.
 
-Greedy decoding is asked for, but what a server adds by itself holds: vLLM's takes a repetition penalty from the
-checkpoint's generation config unless it is started with `--generation-config vllm`. The key, if one is needed, is in
-`OPENAI_API_KEY`. Server errors, timeouts and lost connections are tried again by the client, with growing pauses.
+Requests ask for greedy decoding, but a server's own settings still apply: vLLM uses a repetition penalty from the checkpoint's
+generation config unless it is started with `--generation-config vllm`. The key, if needed, is in `OPENAI_API_KEY`. The client
+retries server errors, timeouts and lost connections, with growing pauses.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-IN_FLIGHT = 8  # requests, unless the settings say
+IN_FLIGHT = 8  # default number of concurrent requests
 RETRIES = 4
 CONNECT_TIMEOUT = 10.0  # seconds
-REFUSED = (400, 413, 415, 422, 500)  # HTTP codes that concern the request alone, if only some have them
+REFUSED = (400, 413, 415, 422, 500)  # HTTP codes that count as refusals of single requests, unless all get them
 
 
 @dataclass(frozen=True)
 class OpenAI(Engine):
-    """The server at `url`, which ends in a version such as /v1. It takes images and videos as data: addresses."""
+    """The server at `url`, which ends in a version such as /v1. Images and videos are sent as data: URLs."""
 
     url: str
     local: bool = False
@@ -63,7 +63,7 @@ class OpenAI(Engine):
                     "openai is not installed; pip install '.[eval]' in the checkout of vlmcompress"
                 ) from error
             host = urlparse(self.url).hostname or ""
-            this_machine = host in ("localhost", "::1") or host.startswith("127.")  # a proxy has nothing to do with it
+            this_machine = host in ("localhost", "::1") or host.startswith("127.")  # no proxy for this machine
             async with openai.AsyncOpenAI(
                 base_url=self.url,
                 api_key=os.environ.get("OPENAI_API_KEY") or "none",
@@ -85,13 +85,13 @@ class OpenAI(Engine):
         return Run(answers, {"name": "openai", "url": self.url, "model": model, "restarts": 0}, round(seconds, 2))
 
     async def _check_model(self, client: AsyncOpenAI, model: str) -> None:
-        """Raise `UserError` if the server is down or says that it has no such model."""
+        """Raise `UserError` if the server is down or does not list the model."""
         import openai
 
         try:
             raw = await client.models.with_raw_response.list()
             served = [entry["id"] for entry in json.loads(raw.text)["data"]]
-        except openai.NotFoundError:  # some servers have no list
+        except openai.NotFoundError:  # some servers do not list models
             return
         except openai.APIStatusError as error:
             raise UserError(f"{self.url}/models: {_status(error)}") from error
@@ -111,7 +111,7 @@ class _Session:
     refusals: Refusals
 
     async def answers(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
-        """Yield answers as they arrive; the first failure cancels all open requests."""
+        """Yield answers as they arrive; the first error cancels all open requests."""
         limit = asyncio.Semaphore(self.job.settings.max_num_seqs or IN_FLIGHT)
 
         async def in_turn(request: Request) -> Answer:

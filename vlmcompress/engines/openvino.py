@@ -1,9 +1,8 @@
-"""OpenVINO GenAI as an engine: its `VLMPipeline`, on a folder that the format `openvino` wrote.
+"""OpenVINO GenAI as an engine: its `VLMPipeline`, on a folder written by the format `openvino`.
 
-`ENGINE` runs this file in a process of its own (`engines/worker.py` loads it there). Prompts are those of
-`rendered`. Images are resized by the pipeline, by the one of its two ways that weighs pixels as Pillow does
-(`VISION_PREPROCESS=CPP`). Precision is the pipeline's choice, as it is for its users, unless float32 is asked for: then
-neither inputs nor the cache are rounded.
+`ENGINE` runs this file in a separate process (`engines/worker.py` loads it there). Prompts come from `rendered`. The pipeline
+resizes images, with the one of its two implementations that filters like Pillow (`VISION_PREPROCESS=CPP`). The pipeline
+chooses the precision, as for its users, unless float32 is requested: then neither inputs nor the cache are rounded.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Engine(Rendered):
         self.longest = min(positions, limit) if limit > 0 else positions
         threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
         options = {"INFERENCE_NUM_THREADS": threads} | (EXACT if settings["dtype"] == "float32" else {})
-        # OpenVINO 2026.4 divides by zero (SIGFPE) where it compiles a graph in bfloat16 for one thread.
+        # OpenVINO 2026.4 crashes with SIGFPE when it compiles a bfloat16 graph for one thread.
         if threads == 1:
             options |= {"INFERENCE_PRECISION_HINT": "f32"}
         self.pipeline = openvino_genai.VLMPipeline(folder, "CPU", **options)
@@ -86,8 +85,8 @@ class Engine(Rendered):
     def _generate(self, prompt: str, images: list, max_tokens: int, **options):
         from openvino_genai import GenerationConfig
 
-        # Options alone change the folder's generation config, which may sample or punish repetitions. A config of its own takes
-        # the place of that, and has to name the tokens that end an answer.
+        # Options would only modify the folder's generation config, which may sample or penalize repetitions. A new config
+        # replaces it, and has to name the end tokens.
         config = GenerationConfig()
         ends = {*self.pipeline.get_generation_config().stop_token_ids, self.pipeline.get_tokenizer().get_eos_token_id()}
         options |= {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned}
@@ -95,7 +94,7 @@ class Engine(Rendered):
         return self.pipeline.generate(prompt, images=images, generation_config=config)
 
     def encode_image(self, picture: Image.Image) -> Any:
-        """An image as the pipeline takes it, `[height, width, 3]` of bytes."""
+        """An image in the pipeline's form, bytes `[height, width, 3]`."""
         import numpy as np
         import openvino
 

@@ -1,7 +1,7 @@
-"""Base of the engines of llama.cpp and OpenVINO, which get a prompt as text, and its images apart.
+"""Base of the engines of llama.cpp and OpenVINO, which take a prompt as text and its images separately.
 
-The text is rendered here, by the checkpoint's own chat template, so that prompts are those of the other engines: llama.cpp's
-chat interface puts an image where a text part stands, and leaves out what a template writes around it.
+The text is rendered here, with the checkpoint's own chat template, so that prompts equal those of the other engines:
+llama.cpp's chat interface handles an image like a text part, and omits what the template writes around it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vlmcompress.engines import media_file
 
 
 def description(engine, name: str, package: str) -> dict:
-    """What an engine says of itself."""
+    """An engine's description of itself."""
     version = importlib.metadata.version(package)
     longest, slots = engine.longest, engine.slots
     return {"name": name, "version": version, "device": "cpu", "max_model_len": longest, "max_num_seqs": slots}
 
 
 def answers(engine, requests, job: dict):
-    """Answer as many requests at once as the engine has slots, in their order; an exception says that one is refused."""
+    """Answer as many requests concurrently as the engine has slots, in order; a refused one yields an exception."""
 
     def answer(request: dict):
         try:
@@ -40,17 +40,17 @@ def answers(engine, requests, job: dict):
 class Rendered:
     """A checkpoint's family in the engine's format, and the processor that renders prompts.
 
-    `longest` is the context length, `slots` how many requests are answered at once. `answer` returns an exception for a
-    request that it refuses, or raises one of `REFUSALS`; another one that it raises means that the engine is broken.
+    `longest` is the context length, `slots` the number of concurrent requests. `answer` returns an exception for a request
+    that it refuses, or raises one of `REFUSALS`; any other raised exception means that the engine is broken.
 
     Args:
         job: see `worker`.
-        format: its name, as `quantize --format` has it.
+        format: its name in `quantize --format`.
         families: registry of the families in that format.
-        files: what the folder must have.
+        files: names of files that the folder must have.
 
     Raises:
-        ValueError: the folder is no checkpoint of that format.
+        ValueError: the folder has no checkpoint of that format.
     """
 
     REFUSALS: tuple[type[Exception], ...] = (Exception,)
@@ -73,14 +73,14 @@ class Rendered:
         self.media = Path(job["media"])
 
     def encode_image(self, picture: Image.Image) -> Any:
-        """An RGB image in the form that the engine takes."""
+        """Convert an RGB image to the engine's form."""
         raise NotImplementedError
 
     def prompt(self, messages: list[dict]) -> tuple[str, list]:
         """The text of a conversation, with the family's mark for each image, and the images.
 
-        A token that begins a text is left out where the tokenizer adds it. Images are opened as transformers does: other
-        decoders of JPEG give other pixels.
+        The beginning-of-text token is left out if the tokenizer adds it. Images are opened as in transformers, as other JPEG
+        decoders give other pixels.
         """
         images: list[Any] = []
         conversation = []

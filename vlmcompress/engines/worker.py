@@ -5,9 +5,8 @@ library. ENGINE.py is loaded by path, too, and has
 
     PACKAGE                              what must be importable
     start(job) -> (engine, description)  loads the model; `start_seconds` is added to the description
-    answers(engine, requests, job)       yields (id, answer) as they are ready; an exception in place of an answer says
-                                         that the request is refused, and the next ones follow. An exception raised means
-                                         that the engine is broken.
+    answers(engine, requests, job) yields (id, answer) as they are ready; an exception instead of an answer means that the
+    request is refused. A raised exception means that the engine is broken.
 
 One line of standard output is one event:
 
@@ -17,8 +16,8 @@ One line of standard output is one event:
     {"event": "error", "stage": "import" | "start", "message"}
     {"event": "done"}
 
-Output that libraries print goes to standard error. Standard input is a lifeline: when it closes, the parent is gone and
-the whole process group is killed, by a process of its own, whatever the others are busy with.
+Output of libraries goes to standard error. Standard input is a lifeline: when it closes, the parent has ended, and a separate
+watcher process kills the whole process group.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ def claim_stdout():
 
 
 def end_with_parent() -> None:
-    """Have our process group killed when standard input closes. To be called before there are threads.
+    """Start a watcher process that kills our process group when standard input closes. Call it before starting threads.
 
-    A thread would not do: a computation that keeps Python's lock keeps it from running, a signal's handler, too, and where this
-    process has died, those that it had started go on. The process that watches is in the group itself, so that no other group
-    can have got its number, and leaves it to the parent to end it with SIGKILL.
+    A thread or a signal handler would not work: a computation that holds Python's lock blocks both, and if this process dies,
+    its children would continue. The watcher is in the group itself, so that the group's id cannot be reused, and only the
+    parent ends it, with SIGKILL.
     """
     if os.fork():
         return
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # or who reads them waits for this process, too
+    for stream in (1, 2):  # otherwise readers would also wait for this process
         os.dup2(null, stream)
     while os.read(0, 4096):
         pass
@@ -112,5 +111,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our module names are ours alone
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.abspath(folder) != here
+    ]  # our modules must not shadow others
     main()

@@ -1,1 +1,1 @@
-"""What a checkpoint costs and wins against its baseline: accuracy, speed, memory; reports, searches and plans made of that."""
+"""Accuracy, speed and memory of a checkpoint against its baseline, and the reports, searches and plans based on them."""

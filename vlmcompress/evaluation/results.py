@@ -1,6 +1,6 @@
 """Results of an evaluation or a benchmark as typed, versioned data: the content of `results.json`.
 
-All that `evaluation` and `bench` pass on to gates and reports. Scores are in 0 to 1, differences are candidate minus
+They are the only input of gates and reports. Scores are in 0 to 1, differences are candidate minus
 baseline, times are seconds unless a name ends in `_ms`, sizes are bytes.
 """
 
@@ -52,14 +52,14 @@ class Provenance(_Record):
         source, family: name of the original's folder, family of its architecture.
         scheme, options: how the decoder was quantized.
         formats: number formats of weights and activations that are stored, a line each.
-        bits: bits per weight of the decoder's quantized layers where groups of layers have widths of their own.
-        vision, kv_cache: what became of the vision tower and of the KV cache; "" where the manifest does not say.
+        bits: bits per weight of the decoder's quantized layers, if widths differ between groups of layers.
+        vision, kv_cache: formats of the vision tower and the KV cache; "" if not in the manifest.
         skip: regular expressions of layers that stayed in 16 bits.
-        resize: how images are made smaller by the processor's settings; "" where they are not.
-        reducer: the reducer of visual tokens that the checkpoint carries; "" for none.
-        calibration: the calibration samples; None where no data were needed.
-        warnings: what happened otherwise than asked for, a line each.
-        versions: package -> version that the checkpoint was made with.
+        resize: how the processor's settings make images smaller; "" if they do not.
+        reducer: the checkpoint's visual-token reducer; "" for none.
+        calibration: the calibration samples; None if no data were needed.
+        warnings: deviations from the recipe, one line each.
+        versions: package -> version with which the checkpoint was written.
     """
 
     source: str = ""
@@ -83,13 +83,13 @@ class Side(_Record):
     """A checkpoint that was measured.
 
     Attributes:
-        name: short name for people; `path`: folder or served model name.
-        weight_bytes: bytes of its tensors, without the headers of their files; 0 if they are out of reach (a server).
+        name: short display name; `path`: folder or served model name.
+        weight_bytes: bytes of its tensors, without file headers; 0 if they are not accessible (a server).
         scheme: the scheme in its vlmcompress manifest; "" for an original.
-        reducer: the reducer of visual tokens that it carries or that was attached; "" for none.
-        made: how it was made; None where it has no manifest.
+        reducer: its visual-token reducer, carried or attached; "" for none.
+        made: its provenance; None without a manifest.
         layer_errors: linear layer -> modality -> relative output error, from the manifest.
-        engine: what the engine says about itself.
+        engine: the engine's description of itself.
     """
 
     name: str
@@ -109,10 +109,9 @@ class Side(_Record):
 class Scored(_Record):
     """One question and the answers of both sides. Questions with equal `image` are about the same image(s).
 
-    `*_tokens` are those of the prompt that the language model got, `*_visual` those of images among them, where known.
-    `*_parsed` is False where the task found no answer in the text. `kl` is the divergence of the first token's distribution.
-    `*_refused` says why the model or its engine raised for the question; it then counts as wrong, for both sides where the
-    baseline raised.
+    `*_tokens` are those of the language model's prompt, `*_visual` the visual ones among them, if known. `*_parsed` is False if
+    the task found no answer in the text. `kl` is the divergence of the first token's distribution. `*_refused` is the reason
+    why the model or its engine failed on the question, which then counts as wrong; for both sides if the baseline failed.
     """
 
     id: str
@@ -149,13 +148,13 @@ class Comparison(_Record):
         low, high: limits of the confidence interval of `difference` at `level`.
         method: of the interval: Gaffke's bounds with images as observations.
         p: two-sided p-value of no difference; `adjusted_p`: corrected for the number of families.
-        both, baseline_only, candidate_only, neither: counts of right answers where scores are 0 or 1, else None.
+        both, baseline_only, candidate_only, neither: counts of right answers if scores are 0 or 1, else None.
         detectable: the smallest true drop that n samples like these would show with 80% power.
         margin, verdict: the allowed drop, and whether the candidate is shown to stay within it.
-        sensitive: False where the baseline gets too little right for a loss of the margin to show, so that nothing can pass.
-        needed: number of samples, in images as large, that would decide an inconclusive verdict, if the true difference is
-            the observed one.
-        largest: number of samples about the image that has most of them.
+        sensitive: False if the baseline has too few right answers for a loss of the margin to show, so that nothing can pass.
+        needed: number of samples, in images of the same sizes, that would decide an inconclusive verdict if the true
+            difference is the observed one.
+        largest: number of samples of the image with the most samples.
     """
 
     n: Count
@@ -183,7 +182,7 @@ class Comparison(_Record):
 
     @property
     def unit(self) -> str:
-        """What the interval counts: images, or samples where no two are about the same image."""
+        """The unit of the interval: images, or samples if no two share an image."""
         return "images" if self.clusters < self.n else "samples"
 
     @property
@@ -193,7 +192,7 @@ class Comparison(_Record):
 
     @property
     def missing(self) -> int | None:
-        """How many more images (or samples, see `unit`) would decide an inconclusive verdict; None where no number would."""
+        """How many more images (or samples, see `unit`) would decide an inconclusive verdict; None if no number would."""
         if self.needed is None:
             return None
         return max(math.ceil(self.needed * self.clusters / self.n) - self.clusters, 1)
@@ -215,8 +214,8 @@ class Divergence(_Record):
 class Suite(_Record):
     """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `*_tokens`: counts (baseline, candidate) of all samples.
 
-    `scoring` says how `metric` is given, `choice` how it was chosen where a look at the baseline's answers did; `derived_ids`:
-    the data had no ids for some samples, which go by a hash of their content.
+    `scoring` defines `metric`; `choice` explains how it was chosen by the baseline's answers, if it was; `derived_ids`: some
+    samples had no id in the data and are identified by a hash of their content.
     """
 
     name: str
@@ -245,9 +244,9 @@ class Suite(_Record):
 class LoadRun(_Record):
     """One measured burst of requests against a server (`mode` "serve") or the engine itself ("offline").
 
-    Lists hold one value a request (`itl_ms`: one a token). `cached_tokens` and `media_hits`: prompt tokens and images from the
-    server's caches. With speculation `drafts` counts steps with a draft, `drafted` their tokens, `accepted` those in answers,
-    `accepted_at` these by place; `decode_seconds` is from first to last token by the server's clock, over all requests.
+    Lists hold one value per request (`itl_ms`: per token). `cached_tokens` and `media_hits`: prompt tokens and images from the
+    server's caches. With speculative decoding, `drafts` counts steps with a draft, `drafted` their tokens, `accepted` those in
+    answers, `accepted_at` these by position; `decode_seconds`: first to last token by the server's clock, over all requests.
     """
 
     side: Literal["baseline", "candidate"]
@@ -277,8 +276,7 @@ class LoadRun(_Record):
 class Ratio(_Record):
     """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
 
-    `higher_is_better` tells which way is good; `unit` is for people. `interval` is the 95% interval of the ratio that
-    `speed.measure` computes; None: there was one repeat.
+    `unit` is for display. `interval` is the 95% interval of the ratio from `speed.measure`; None: there was one repeat.
     """
 
     baseline: float
@@ -326,7 +324,7 @@ class Bench(_Record):
 
 
 class GateRule(_Record):
-    """One line of a judged gate: the rule, the value found, and the verdict.
+    """One line of a judged gate: the rule, the measured value, and the verdict.
 
     A rule on accuracy names its `suite`, its `family` (None: all samples) and the `margin`, so that a table of the suite
     can show this verdict; other rules have none of the three.
@@ -345,7 +343,7 @@ class GateRule(_Record):
 class Gate(_Record):
     """A gate's outcome: the worst of its rules (fail, then inconclusive, then pass).
 
-    `file` is the content of the gate's file, by which results that are joined later are judged again.
+    `file` is the content of the gate's file, with which results that are joined later are judged again.
     """
 
     name: str
@@ -357,7 +355,7 @@ class Gate(_Record):
 class Results(_Record):
     """One comparison of a candidate with its baseline.
 
-    `pictures` (id -> PNG files of a sample, base64) is for some samples that were answered differently.
+    `pictures` (id -> PNG files of a sample, base64) has some of the samples that were answered differently.
     """
 
     schema_: int = Field(default=SCHEMA, alias="schema")
@@ -385,7 +383,7 @@ def load_results(path: str | Path) -> Results:
     """Read a `results.json`, or the one in a folder.
 
     Raises:
-        UserError: it is missing, of another version, or not what this module describes.
+        UserError: it is missing, of another version, or invalid.
     """
     path = Path(path)
     file = path / FILE if path.is_dir() else path
@@ -407,7 +405,7 @@ def load_results(path: str | Path) -> Results:
     modes = results.bench.summary.values() if results.bench else []
     ratios = [ratio for states in modes for metrics in states.values() for ratio in metrics.values()]
     if any(ratio.ratio <= 0 and not ratio.higher_is_better for ratio in ratios):
-        raise UserError(f"{file}: bench.summary has a time or a size of nothing; write the report again")
+        raise UserError(f"{file}: bench.summary has a time or a size of zero; write the report again")
     return results
 
 

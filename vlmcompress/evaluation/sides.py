@@ -1,4 +1,4 @@
-"""Describe a checkpoint, as one side of a comparison, and this machine for a `results.json`."""
+"""Describe a checkpoint as a side of a comparison, and this machine, for a `results.json`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from vlmcompress.utils.registry import FORMATS
 
 
 def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
-    """Describe a checkpoint from its folder; of a model on a server only its name is known."""
+    """Describe a checkpoint from its folder; for a model on a server only its name is known."""
     path = Path(model)
     if not path.is_dir():
         return Side(name=str(model), path=str(model), engine=dict(engine))
     try:
         record = manifest.read_manifest(path)
-    except UserError:  # none that can be read: an error here would cost hours of measurement
+    except UserError:  # unreadable: an error here would cost hours of measurement
         record = {}
     provenance = _provenance(path, record) if record else None
     reducer, attached = _reducer(path), engine.get("reduce") or ""
@@ -48,8 +48,8 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 
 
 def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
-    """Bytes of a checkpoint's tensors, that is of its safetensors files without their headers; where it has none, what its
-    manifest says, or 0."""
+    """Bytes of a checkpoint's tensors: its safetensors files without headers; without such files, the manifest's value, or
+    0."""
     if format_engine(path):
         return record["size"]["weights_after"] if record else 0
     try:
@@ -57,15 +57,15 @@ def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
         for file in shards(path):
             with file.open("rb") as stream:
                 count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-    except (UserError, OSError):  # only pickles, or a file is missing: what runs it has to say that
+    except (UserError, OSError):  # only pickles, or a file is missing: the engine reports that
         return 0
     return max(count, 0)
 
 
 def _provenance(path: Path, record: Mapping[str, Any]) -> Provenance | None:
-    """Read from a manifest how its checkpoint was made, and from `config.json` its number formats.
+    """The provenance of a checkpoint from its manifest, and its number formats from `config.json`.
 
-    None where these are not what this version writes.
+    None if this version cannot read them.
     """
     recipe, data = record["recipe"], record["calibration"]
     try:
@@ -108,10 +108,10 @@ def _provenance(path: Path, record: Mapping[str, Any]) -> Provenance | None:
 
 
 def _reducer(path: Path) -> str:
-    """The reducer in a checkpoint's config.json, as the command line writes it; "" for none.
+    """The reducer in a checkpoint's config.json, in the form of the command line; "" for none.
 
     Raises:
-        UserError: its block is not right.
+        UserError: its block is invalid.
     """
     file = path / "config.json"
     try:
@@ -122,7 +122,7 @@ def _reducer(path: Path) -> str:
 
 
 def format_engine(path: Path) -> str:
-    """The engine that alone loads a checkpoint, by the format in its config.json; empty where there is no such."""
+    """The only engine that loads a checkpoint's format, from its config.json; empty if there is no such engine."""
     quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
     method = str(quantization.get("quant_method"))
     return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
@@ -132,10 +132,10 @@ def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
     Args:
-        engines: the engines of which one is to load it, by their names in `eval`; empty: any.
+        engines: names in `eval` of engines, of which at least one must load it; empty: not checked.
 
     Raises:
-        UserError: there is no checkpoint, its config.json is not right, or the engine does not load it.
+        UserError: there is no checkpoint, its config.json is invalid, or no given engine loads it.
     """
     path = Path(model)
     if not path.is_dir():
@@ -152,7 +152,7 @@ def folder(model: str | Path, *engines: str) -> Path:
 
 @functools.cache
 def _note_asides(path: Path) -> None:
-    """Note once what lies in a checkpoint's folder as weights and is not part of it."""
+    """Print a note, once, about weight files in a checkpoint's folder that do not belong to it."""
     for line in models.asides(path):
         note(f"{path}: {line}")
 

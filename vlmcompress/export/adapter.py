@@ -1,12 +1,12 @@
-"""Merge a LoRA adapter that PEFT wrote into its base, tensor by tensor, so that a large base is never held in memory.
+"""Merge a LoRA adapter of PEFT into its base, tensor by tensor, so that a large base is never held in memory.
 
 `W' = W + s B A` with `s = alpha / r` (LoRA, arXiv 2106.09685), or `alpha / sqrt(r)` (rsLoRA, arXiv 2312.03732); with DoRA
 (arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
-Parameters that were trained whole (`modules_to_save`, biases, an embedding with rows for more tokens) take the place of the
-base's. All this is refused by name: other methods of PEFT, convolutions, what changes the base's own weights (PiSSA, OLoRA,
-CorDA), and a head that shares its weight.
+Fully trained parameters (`modules_to_save`, biases, an embedding with rows for more tokens) replace the base's. Refused by
+name are other methods of PEFT, convolutions, initializations that change the base's weights (PiSSA, OLoRA, CorDA), and an
+adapter of an output head that shares the embedding's weights.
 
-Names of layers are those of the transformers in which the adapter was trained, and are translated as names on disk are.
+Layer names are those of the transformers version that trained the adapter; they are mapped like names on disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vlmcompress.utils.tensor_files import Entry
 
 RECORD = ".adapter.json"
 _TRAINED, _OF_BASE_MODULE = re.compile(r"\.modules_to_save(\.default)?\."), ".original_module."
-_PREFIX, _WRAPPED = "base_model.model.", ".base_layer."  # the latter of parameters of a layer that has an adapter
+_PREFIX, _WRAPPED = "base_model.model.", ".base_layer."  # the latter: parameters of a layer with an adapter
 _PARTS = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -48,7 +48,7 @@ _PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-# What an adapter may have that changes more than W + s B A says. Setting -> the values under which it does not.
+# Settings of an adapter under which it is more than W + s B A -> the values under which it is not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "fan_in_fan_out": (False, None),
@@ -67,8 +67,8 @@ _OF_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True)
 class Low:
-    """What an adapter has of one layer: `a [r, in]`, `b [out, r]`, of DoRA `magnitude [out]`; its scale; whether it is an
-    embedding's, whose weight is the transpose."""
+    """An adapter of one layer: `a [r, in]`, `b [out, r]`, for DoRA `magnitude [out]`; its scale; whether it is of an
+    embedding, whose weight is the transpose."""
 
     a: Entry
     b: Entry
@@ -77,7 +77,7 @@ class Low:
     embedding: bool = False
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight `[out, in]` with the adapter in it, in its own type."""
+        """The weight `[out, in]` with the adapter merged, in the weight's type."""
         a, b = (tensor_files.read_tensor(entry).to(weight) for entry in (self.a, self.b))
         change = self.scale * (b @ a)
         merged = weight + (change.T if self.embedding else change)
@@ -89,11 +89,11 @@ class Low:
 
 @dataclass(frozen=True)
 class Merge:
-    """What an adapter makes of its base.
+    """The changes of an adapter to its base.
 
     Attributes:
-        changes: parameter (memory name) -> what becomes of it.
-        rows: rows of embedding and output head, where the adapter was trained with another vocabulary; None: the base's.
+        changes: parameter (memory name) -> function from the base's value to the merged one.
+        rows: rows of embedding and output head if the adapter was trained with another vocabulary; None: the base's.
     """
 
     changes: Mapping[str, Change]
@@ -101,7 +101,7 @@ class Merge:
 
 
 def adapter_problem(folder: Path, source: Source) -> str | None:
-    """Why an adapter can't be merged into a model, from the headers of both; None where it can."""
+    """The reason why an adapter can't be merged into a model, from the headers of both; None if it can."""
     try:
         _merge(folder, source)
     except UserError as error:
@@ -110,9 +110,9 @@ def adapter_problem(folder: Path, source: Source) -> str | None:
 
 
 def adapter_notes(recipe: Recipe) -> list[str]:
-    """Lines about what a recipe's adapter brings besides weights."""
+    """Notes about files that a recipe's adapter replaces."""
     kinds = replaced(recipe.model, recipe.adapter)
-    return [f"the adapter's own {' and '.join(kinds)} took the place of the base's"] if kinds else []
+    return [f"the adapter's {' and '.join(kinds)} replaced the base's"] if kinds else []
 
 
 def write_merged(
@@ -123,14 +123,14 @@ def write_merged(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write `source` with the adapter in `folder` merged into the folder `out`, unless it is there.
+    """Write `source`, merged with the adapter in `folder`, to the folder `out`, unless it exists already.
 
     Args:
-        device: where matrices are multiplied.
-        progress: called with bytes written and bytes in all.
+        device: device of the matrix products.
+        progress: called with (bytes written, total bytes).
 
     Raises:
-        UserError: the adapter is damaged, not of this model, or of a kind that is not merged.
+        UserError: the adapter is damaged, of another model, or of an unsupported kind.
     """
     read = sorted({entry.file for entry in source.entries.values()}) + adapter_files(folder)
     mark = json.dumps([source.config, unchanged(read)], sort_keys=True)
@@ -152,7 +152,7 @@ def write_merged(
 
 
 def _merge(folder: Path, source: Source) -> Merge:
-    """What an adapter makes of its base, from headers; the values of a head are read that shares the embedding's."""
+    """The changes of an adapter to its base, from headers; only the values of a tied output head are read."""
     config = read_adapter_config(folder)
     _check_kind(folder, config)
     entries = _entries(folder)
@@ -163,7 +163,7 @@ def _merge(folder: Path, source: Source) -> Merge:
         if part is not None:
             layers.setdefault(name.removesuffix(f".{part}"), {})[part] = entry
         elif "lora_" in name or "trainable_tokens" in name:
-            raise UserError(f"{folder / WEIGHTS}: '{name}' is of a kind that is not merged; merge it with PEFT")
+            raise UserError(f"{folder / WEIGHTS}: '{name}' is of an unsupported kind; merge it with PEFT")
         else:
             whole[name] = entry
     memory = models.memory_names(source.meta_model, [*(f"{name}.weight" for name in layers), *whole])
@@ -192,22 +192,22 @@ def _merge(folder: Path, source: Source) -> Merge:
 
 
 def _vocabulary(source: Source) -> list[str]:
-    """Memory names of the weights with a row for each token that the base stores: the embedding's, and the output head's."""
+    """Memory names of the stored weights with a row per token: the embedding's and the output head's."""
     names = (f"{models.embedding_name(source.meta_model)}.weight", f"{source.spec.lm_head}.weight")
     return [name for name in names if name in source.names]
 
 
 def _same(entry: Entry, whole: Mapping[str, Entry], memory: Mapping[str, str], parameter: str) -> bool:
-    """Whether a tensor of the adapter is that which it has of another parameter as well."""
+    """Whether a tensor of the adapter equals the one that it has for another parameter."""
     other = next((whole[name] for name in whole if memory[name] == parameter), None)
     return other is not None and torch.equal(tensor_files.read_tensor(entry), tensor_files.read_tensor(other))
 
 
 def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
-    """The rows of embedding and output head by an adapter that has them whole (`sizes`); None: as many as in the base.
+    """The rows of embedding and output head in an adapter that holds them fully (`sizes`); None: as many as in the base.
 
     Raises:
-        UserError: it has another number of one of them alone, or its tokenizer has tokens beyond.
+        UserError: the numbers of rows differ between the two, or its tokenizer has more tokens.
     """
     stored = {name: source.stored[source.names[name]].shape[0] for name in _vocabulary(source)}
     now = stored | dict(sizes)
@@ -215,7 +215,7 @@ def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
         rows_of_each = ", ".join(f"'{name}' {count}" for name, count in now.items())
         raise UserError(
             f"{folder / WEIGHTS}: with the adapter embedding and output head have different rows ({rows_of_each}); merge it "
-            "with PEFT into the model that it was trained on, which has as many of both"
+            "with PEFT into the model that it was trained on, which has the same number in both"
         )
     rows = next(iter(now.values()))
     if "tokenizer" in replaced(source.path, folder) and (
@@ -223,7 +223,7 @@ def _rows(folder: Path, source: Source, sizes: Mapping[str, int]) -> int | None:
     ):
         raise UserError(
             f"{folder}: {beyond}; save the adapter with the embedding that it was trained with (modules_to_save, or "
-            "save_embedding_layers=True), or remove its tokenizer files to go on with the base's"
+            "save_embedding_layers=True), or remove its tokenizer files to use the base's"
         )
     return rows if now != stored else None
 
@@ -245,8 +245,8 @@ def _low(
     parameter: str,
     shape: tuple[int, ...],
 ) -> Low:
-    """The adapter of one layer. `name`: of the layer in the adapter; `parts`: by the ends of their names; `shape`: of the
-    weight that it is added to."""
+    """The adapter of one layer. `name`: the layer's name in the adapter; `parts`: suffix of a tensor's name -> tensor;
+    `shape`: that of the base's weight."""
     file, entries = folder / WEIGHTS, {_PARTS[part]: entry for part, entry in parts.items()}
     if not {"a", "b"} <= entries.keys():
         raise UserError(f"{file}: '{name}' lacks {'lora_A' if 'b' in entries else 'lora_B'}; copy the file again")
@@ -260,7 +260,7 @@ def _low(
         shapes = f"{list(a.spec.shape)} and {list(b.spec.shape)}"
         raise UserError(f"{file}: '{name}' has A and B of {shapes}, and the base's weight is {list(shape)}")
     if bool(config.get("use_dora")) != (magnitude is not None) or (magnitude and magnitude.spec.shape != shape[:1]):
-        raise UserError(f"{file}: '{name}' and use_dora of the config do not belong together; copy both again")
+        raise UserError(f"{file}: '{name}' and use_dora of the config do not match; copy both again")
     if magnitude and embedding:
         raise UserError(f"{file}: DoRA of an embedding, '{name}', is not merged; merge it with PEFT")
     alpha = _setting(folder, config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
@@ -271,26 +271,26 @@ def _low(
 
 
 def _setting(folder: Path, pattern: Any, name: str, default: Any) -> Any:
-    """The value that a pattern of PEFT (end of a name, or a regular expression for it -> value) has for a layer."""
+    """A layer's value in one of PEFT's patterns (suffix of a layer's name, or a regular expression for it -> value)."""
     for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
         try:
-            if re.search(_NESTED, key):  # which may take forever
+            if re.search(_NESTED, key):  # exponential time
                 raise re.error("a group that is repeated")
             if re.match(rf"(.*\.)?({key})$", name):
                 return value
         except re.error as error:
             raise UserError(
-                f"{folder / CONFIG}: alpha_pattern '{key[:60]}' is not read ({error}); name layers"
+                f"{folder / CONFIG}: alpha_pattern '{key[:60]}' is not supported ({error}); name layers"
             ) from error
     return default
 
 
 def _stored_shape(folder: Path, name: str, parameter: str, source: Source) -> tuple[int, ...]:
-    """The shape of the base's tensor that a tensor or layer of the adapter belongs to."""
+    """The shape of the base's tensor for a tensor or layer of the adapter."""
     if parameter in source.names:
         return source.stored[source.names[parameter]].shape
     if parameter in models.tied_names(source.meta_model):
-        why = "shares the embedding's weights in the base, so that a change of one would be a change of both"
+        why = "shares the embedding's weights in the base, so that both would change"
         raise UserError(f"{folder / WEIGHTS}: '{name}' {why}; merge it with PEFT")
     raise UserError(
         f"{folder / WEIGHTS}: '{name}' has no place in {type(source.meta_model).__name__} (looked for '{parameter}'); "
@@ -299,11 +299,11 @@ def _stored_shape(folder: Path, name: str, parameter: str, source: Source) -> tu
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an adapter that is more than low-rank changes of weights."""
+    """Raise `UserError` for an adapter that is more than low-rank updates of weights."""
     for key, plain in _PLAIN.items():
         value = config.get(key, plain[0])
         if value not in plain and value:
-            raise UserError(f"{folder / CONFIG}: {key} {value!r} is not merged here; merge the adapter with PEFT")
+            raise UserError(f"{folder / CONFIG}: {key} {value!r} is not supported; merge the adapter with PEFT")
     start = str(config.get("init_lora_weights", "")).lower()
     if start.startswith(_OF_BASE):
         raise UserError(
@@ -318,13 +318,13 @@ def _entries(folder: Path) -> dict[str, Entry]:
         pickled = (
             "only pickled weights, which can run code when read" if (folder / "adapter_model.bin").is_file() else "none"
         )
-        raise UserError(f"{folder} has {pickled} in the place of {WEIGHTS}; save it with safe_serialization=True")
+        raise UserError(f"{folder} has {pickled} instead of {WEIGHTS}; save it with safe_serialization=True")
     names = [
         (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
         for entry in tensor_files.read_entries(folder / WEIGHTS)
         if _OF_BASE_MODULE not in entry.name
     ]
-    # PEFT saves an embedding that was trained whole as well under the name that it has while it is trained
+    # PEFT saves a fully trained embedding also under its name during training
     there = {name for name, _ in names}
     names = [
         (plain, entry) for name, entry in names if (plain := _TRAINED.sub(".", name)) == name or plain not in there

@@ -1,14 +1,14 @@
-"""auto-round's files (`quant_method: auto-round`) are GPTQ's or AutoAWQ's under a config block of its own, translated here.
+"""Translate the config block of auto-round's files (`quant_method: auto-round`), whose tensors are those of GPTQ or AutoAWQ.
 
 | `packing_format` | tensors |
 |---|---|
-| `auto_round:auto_gptq` (the default) | GPTQ v1: zero points less one |
+| `auto_round:auto_gptq` (the default) | GPTQ v1: zero points minus 1 |
 | `auto_round:exllamav2`, `auto_round:gptqmodel`, ... | GPTQ v2 |
 | `auto_round:auto_awq` | AutoAWQ |
 
-`extra_config` has layers with numbers of their own, by name or by a pattern that is searched for; only what lies below
-`block_name_to_quantize` is quantized. Sources: auto-round 0.15
-`export/export_to_autoround/export.py`, vLLM 0.32 `quantization/inc/config_parser.py`.
+`extra_config` has the settings of exceptional layers, by name or by a pattern that is searched for; only layers below
+`block_name_to_quantize` are quantized. Sources: auto-round 0.15 `export/export_to_autoround/export.py`, vLLM 0.32
+`quantization/inc/config_parser.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from vlmcompress.utils.errors import UserError
 
 METHOD = "auto-round"
 _NUMBERS = ("bits", "group_size", "sym")
-_INPUTS = {"act_data_type", "act_dynamic", "act_group_size", "act_sym"}  # which say nothing where `act_bits` are 16
+_INPUTS = {"act_data_type", "act_dynamic", "act_group_size", "act_sym"}  # ignored if `act_bits` is 16
 _PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 def translated(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The config block that GPTQ or AutoAWQ have for the same tensors. Raises `UserError` for another kind of weights."""
+    """The config block of GPTQ or AutoAWQ for the same tensors. Raises `UserError` for other kinds of weights."""
     packing, kind, inputs = (block.get(key) for key in ("packing_format", "data_type", "act_bits"))
     packing = packing or "auto_round:auto_gptq"
     overrides = block.get("extra_config") or {}
@@ -35,7 +35,7 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
         inputs is not None and not (isinstance(inputs, int) and inputs >= 16)
     ):
         raise UserError(
-            f"of auto-round's files those of integers packed as GPTQ or AutoAWQ do are read, with 16-bit activations; this is "
+            f"of auto-round's files, only integers packed like GPTQ's or AutoAWQ's with 16-bit activations are read; this is "
             f"data_type {kind!r}, packing_format {packing!r}, act_bits {inputs!r}"
         )
     _check(block, {"packing_format", "extra_config"})
@@ -50,7 +50,7 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
         form = f"(?:{name})" if _PATTERN.search(str(name)) else rf"(?:^|\.){re.escape(str(name))}$"
         dynamic[f"+:.*{form}"] = {key: values.get(key, value) for key, value in numbers.items()}
     blocks = block.get("block_name_to_quantize") or ()
-    # What lies below these lists of blocks, called so on the hub: other readers may have a part more in between.
+    # Layers below these lists of blocks, by their names on the Hub; other readers may insert a name component.
     lists = [
         map(re.escape, name.strip().split(".")) for name in (blocks.split(",") if isinstance(blocks, str) else blocks)
     ]
@@ -60,5 +60,5 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(values: Any, further: Collection[str], at: str = "") -> None:
-    """Raise `UserError` for what a block or its entry of a layer says that is not read; `further`: keys of a block alone."""
+    """Raise `UserError` for unsupported settings of a block or of its entry for a layer; `further`: keys only of a block."""
     refuse_unknown(values, {*_NUMBERS, *further}, IRRELEVANT | _INPUTS, INTEGERS, at)

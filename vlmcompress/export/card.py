@@ -1,8 +1,8 @@
-"""Render a checkpoint's model card (README.md) from its manifest: what it is, what it cost, how to run it.
+"""Render a checkpoint's model card (README.md) from its manifest: contents, errors, and how to run it.
 
-Its YAML header has the keys and values of the Hub's model cards (https://huggingface.co/docs/hub/model-cards): `base_model` is
-a Hub id or left out, never a folder of somebody's machine; `license: other` goes with `license_name` and `license_link`, so
-all three are carried over from the original's card, and its languages.
+Its YAML header follows the Hub's model cards (https://huggingface.co/docs/hub/model-cards): `base_model` is a Hub id or left
+out, never a local folder; `license: other` requires `license_name` and `license_link`, so all three are copied from the
+original's card, as are its languages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size, smaller
 
 CARD = "README.md"
-SOURCE_CARD = "README.source.md"  # the original model's card, kept as it was
+SOURCE_CARD = "README.source.md"  # the original model's card, unchanged
 QUERY = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
 request has under `"mm_processor_kwargs": {"query": "..."}`."""
 MAKER = "vlmcompress"
@@ -42,15 +42,15 @@ def render_card(
     base_model: str | None = None,
     measured: str | None = None,
 ) -> str:
-    """Render the text of README.md.
+    """The text of README.md.
 
     Args:
         record: the manifest.
         tree: the checkpoint's folder, for its config.json and the original's model card.
-        name: name of the folder that the checkpoint will be in.
+        name: name of the checkpoint's final folder.
         repository: `org/name` on the Hub that the card is for; commands then begin with its download.
-        base_model: the original's Hub id, where the manifest knows a folder only.
-        measured: Markdown about what was measured, with headings of the third level.
+        base_model: the original's Hub id, if the manifest only has a folder.
+        measured: Markdown about measured results, with third-level headings.
     """
     config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
@@ -101,7 +101,7 @@ def render_card(
 
 
 def _plain(name: str) -> str:
-    """Write a folder's name as one line that Markdown and HTML leave as it is."""
+    """A folder's name as one line without characters that Markdown or HTML interpret."""
     line = "".join(char if char.isprintable() else " " for char in name)
     return re.sub(r"([\\`*\[\]<>|&]|^[#>+-])", r"\\\1", line).strip() or "(no name)"
 
@@ -121,7 +121,7 @@ def _schemes(quantization: Mapping[str, Any]) -> str:
 
 
 def _kept(quantization: Mapping[str, Any]) -> str:
-    """What stays in 16 bits, by a block's own list of it: compressed-tensors' and ModelOpt's, AWQ's, GPTQ's."""
+    """A sentence about the layers in 16 bits, from the list in the config block (compressed-tensors, ModelOpt, AWQ, GPTQ)."""
     dynamic = [pattern[2:] for pattern in quantization.get("dynamic") or () if pattern.startswith("-:")]
     entries = [*(quantization.get("ignore") or quantization.get("modules_to_not_convert") or ()), *dynamic]
     plain = (
@@ -133,7 +133,7 @@ def _kept(quantization: Mapping[str, Any]) -> str:
 
 
 def other_format(quantization: Mapping[str, Any]) -> str:
-    """Name the numbers of a format without config groups (AWQ, GPTQ, ModelOpt): `INT4 group 128, stored as awq`."""
+    """The number format in a block without config groups (AWQ, GPTQ, ModelOpt): `INT4 group 128, stored as awq`."""
     method = _plain(str(quantization.get("quant_method", "")))
     if "bits" not in quantization:
         return f"{_plain(str(quantization.get('quant_algo', 'as config.json says')))}, stored as {method}"
@@ -143,7 +143,7 @@ def other_format(quantization: Mapping[str, Any]) -> str:
 
 
 def number_format(args: Mapping[str, Any] | None) -> str:
-    """Name the `weights` or `input_activations` of a config group: `INT4 group 128, asymmetric`; `16 bit` for None."""
+    """The text for `weights` or `input_activations` of a config group: `INT4 group 128, asymmetric`; `16 bit` for None."""
     if args is None:
         return "16 bit"
     kind = ("FP" if args["type"] == "float" else "INT") + str(args["num_bits"])
@@ -178,7 +178,7 @@ def _recovery(recovery: Mapping[str, Any]) -> str:
 
 
 def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) -> str:
-    """The section about the reducer: what it removes, and in which engines."""
+    """The section about the reducer: what it removes, and the config block that describes it."""
     text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
     if tokens and tokens["after"] is None:
         text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
@@ -190,7 +190,7 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) ->
 
 
 def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
-    """The section about the engines that run the checkpoint: what to install, the command or code, why others don't load it."""
+    """The section about engines: packages to install, the command or code, and why other engines don't load the checkpoint."""
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder = shlex.quote(f"./{name}")
     first = "From the folder that holds this one:"
@@ -223,7 +223,7 @@ def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
 
 
 def _transformers(name: str, facts: readers.LoadFacts) -> str:
-    """How transformers loads the checkpoint, or why it does not."""
+    """The code that loads the checkpoint in transformers, or the reason why that is impossible."""
     verdict, place = readers.load_verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
     if verdict.reason:
         return f"transformers does not load it: {verdict.reason}."
@@ -281,7 +281,7 @@ def _value(value: Any) -> str:
 
 
 def header(metadata: Mapping[str, Any]) -> str:
-    """The metadata between the lines that mark a card's header."""
+    """The card's YAML header with its delimiters."""
     text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True, width=10_000)
     return f"---\n{text}---"
 
@@ -301,9 +301,9 @@ def metadata(
         source: the original's name in the manifest: a Hub id, or the name of a folder.
         config: the checkpoint's config.json.
         original: the metadata of the original's card.
-        facts: what decides who loads the checkpoint.
+        facts: facts that decide which engines load the checkpoint.
         base_model: the original's Hub id; None: `source`, if that is one.
-        quantized_by: who made it; None: this program.
+        quantized_by: author of the quantization; None: this program.
     """
     quantization = config.get("quantization_config")
     origin = source.partition(":")[0]
@@ -322,7 +322,7 @@ def metadata(
 
 
 def id_problem(name: str) -> str | None:
-    """The reason why a name is no id of a repository, in huggingface_hub's words; None where it is one."""
+    """The reason why a name is not a repository id, in huggingface_hub's words; None if it is one."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -334,12 +334,12 @@ def id_problem(name: str) -> str | None:
 
 
 def is_owned(name: str) -> bool:
-    """Whether a name is an id with its owner, `org/name`."""
+    """Whether a name is an id with an owner, `org/name`."""
     return id_problem(name) is None and name.count("/") == 1
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """The metadata of a model card; empty where it has none that can be read."""
+    """The metadata of a model card; empty if there is none or it can't be parsed."""
     if not card.is_file():
         return {}
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -354,7 +354,7 @@ def front_matter(card: Path) -> dict[str, Any]:
 
 
 def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
-    """Tags to search by: what made it, vLLM if that serves it, its format, its numbers, whether visual tokens are reduced."""
+    """Tags for the Hub: this tool, vLLM if that serves it, format, number formats, and whether visual tokens are reduced."""
     quantization = config.get("quantization_config") or {}
     tags = [MAKER, *(["vllm"] if served else [])]
     if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
@@ -368,6 +368,6 @@ def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
 
 
 def _usable(value: Any) -> bool:
-    """Whether a value of another card is a text, or a list of texts, of sane length."""
+    """Whether a value of another card is a string, or a list of strings, of acceptable length."""
     values = value if isinstance(value, list) else [value]
     return bool(values) and all(isinstance(text, str) and 0 < len(text) <= _LONGEST for text in values)

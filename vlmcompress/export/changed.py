@@ -1,6 +1,6 @@
-"""Write a 16-bit checkpoint with some tensors changed, which a run begins with: rotated, or with an adapter merged.
+"""Write a 16-bit checkpoint with some tensors changed (rotated, or merged with an adapter), from which a run then starts.
 
-Tensors are read, changed and written one by one; the other files that belong to the model are copied.
+Tensors are read, changed and written one by one; the model's other files are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def has(out: Path, record: str, mark: str) -> bool:
-    """Whether `out` has been written with the text `mark` in its file `record`."""
+    """Whether the folder `out` has the text `mark` in its file `record`."""
     return (out / record).is_file() and (out / record).read_text(encoding="utf-8") == mark
 
 
@@ -39,14 +39,14 @@ def write_changed(
     shard_size: str = "5GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the folder `out`, which appears whole or not at all, in the place of an earlier one.
+    """Write the folder `out` atomically, replacing an earlier one.
 
     Args:
-        source: folder that the tensors are of.
+        source: folder of the original tensors.
         config: content of config.json.
-        record: name and text of a file that says what `out` was made of.
+        record: name and text of a file that identifies the source and the change.
         files: folder whose other files are copied; None: the source.
-        progress: called with bytes written and bytes in all.
+        progress: called with (bytes written, total bytes).
     """
     name, mark = record
     folders.check_out(source, out, overwrite=True, mark=name)
@@ -61,7 +61,7 @@ def write_changed(
 
 
 def lazily(entry: Entry, change: Change, device: torch.device) -> Callable[[], Tensor]:
-    """A function that reads a tensor and changes it, in float64 where it is stored in 32 bits and else in float32."""
+    """A function that reads a tensor and changes it, in float64 if it is stored in 32 bits, else in float32."""
 
     def make() -> Tensor:
         stored = tensor_files.read_tensor(entry)

@@ -1,8 +1,8 @@
 """Write a quantized checkpoint in another format without quantizing again.
 
-`convert` packs the same codes and scales otherwise. What the new format can express is equal bit for bit when it is unpacked;
-what it cannot express is refused by name before a byte is written. Only scales of an FP8 KV cache are left out with a warning:
-engines then keep keys and values in 16 bits.
+`convert` packs the same codes and scales differently. Unpacked, they are equal bit for bit; layers that the new format cannot
+express are refused by name before anything is written. Only scales of an FP8 KV cache are left out with a warning: engines
+then keep keys and values in 16 bits.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def convert(
     """Write the quantized checkpoint in `source` as `out`, in another format, and return the manifest of `out`.
 
     Args:
-        source: a checkpoint of ours, or another tool's in a format that is read.
-        out: folder to write; it appears whole or not at all.
+        source: our checkpoint, or another tool's in a supported format.
+        out: folder to write; it is complete or absent.
         format: name of a module in `vlmcompress.export.formats`.
         shard_size: largest weight file.
-        overwrite: replace an existing `out` that we wrote, once the new one is whole.
-        progress: called with bytes written and bytes in all.
+        overwrite: replace an existing `out` of ours once the new one is complete.
+        progress: called with (bytes written, total bytes).
 
     Raises:
-        UserError: `source` is no such checkpoint or damaged, the format cannot hold what it has, or `out` cannot be written.
+        UserError: `source` is not such a checkpoint or is damaged, the format cannot hold it, or `out` cannot be written.
     """
     if format not in FORMATS.names():
         raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
@@ -55,7 +55,7 @@ def convert(
     with models.quiet_transformers():
         stored = Stored.of(source)
     if stored.format == format and (source / MANIFEST).is_file():
-        raise UserError(f"{source} is {format} already; choose another format")
+        raise UserError(f"{source} is already {format}; choose another format")
     models.check_files(source)
     written = models.written_names(stored.names, stored.spec)
     specs = {entry.name: entry.spec for entry in stored.entries}
@@ -74,8 +74,8 @@ def convert(
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
         record["warnings"].append(
-            "scales are numbers that the model's own type does not hold: transformers does not compute with both types, vLLM "
-            "may round them; format bf16 runs everywhere"
+            "the model's type cannot represent the scales: transformers does not compute with both types, vLLM may round "
+            "them; format bf16 runs everywhere"
         )
     if stored.kv_scales and writer.KV_SCALES is None:
         record["recipe"] = record["recipe"] | {"kv_cache": None}
@@ -104,14 +104,14 @@ def convert(
 
 
 def _layers(stored: Stored, written: Mapping[str, str], format: ExportFormat) -> Layers:
-    """Which layers are quantized. `written`: memory name of a parameter -> its name in the output, which is in `format`."""
+    """The output's quantized and unquantized layers. `written`: memory name of a parameter -> its name in the output."""
     names = [entry.name for entry in stored.entries]
     kv_cache = bool(stored.kv_scales) and format.KV_SCALES is not None
     return describe_layers(stored.schemes, stored.meta_model, written, stored.spec, stored=names, kv_cache=kv_cache)
 
 
 def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
-    """What a format has in the place of each of a checkpoint's tensors. Raises `UserError` for what it cannot hold."""
+    """The tensors to write in a format, in the checkpoint's order. Raises `UserError` for tensors that it cannot hold."""
     written = models.written_names(stored.names, stored.spec)
     for problem in format_problems(writer, _layers(stored, written, writer)):
         raise UserError(problem)
@@ -148,9 +148,9 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
 
 
 def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the manifest of the new checkpoint but for sizes and hashes.
+    """Bytes of the original's tensors, and the new checkpoint's manifest without sizes and hashes.
 
-    The original of another tool's checkpoint is not known: it is taken to be 16 bits wide.
+    The original of another tool's checkpoint is unknown and assumed to be 16 bits wide.
     """
     packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
     total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)

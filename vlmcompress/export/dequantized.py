@@ -1,7 +1,7 @@
-"""A checkpoint in FP8 as the 16-bit model that it stands for, so that it can be quantized in another format.
+"""Dequantize an FP8 checkpoint to 16 bits, so that it can be quantized in another format.
 
-Weights are codes times scales, rounded to 16 bits, as the format `bf16` stores them. FP8 has 3 bits of mantissa: a second
-rounding to 4 bits or fewer adds little to its error. Of integers of few bits it would not, so that these are refused.
+Weights are codes times scales, rounded to 16 bits, as in the format `bf16`. FP8 has 3 bits of mantissa, so that its error adds
+little to that of a second rounding to 4 bits or fewer. Integers of few bits have larger errors and are refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FORMAT = "bf16"
 
 
 def outline(path: Path) -> Source:
-    """The 16-bit model that `write_dequantized` would make of a checkpoint, from headers alone. Raises `UserError` if
-    it is not FP8."""
+    """The 16-bit model that `write_dequantized` would write, from headers alone. Raises `UserError` for other formats than
+    FP8."""
     with models.quiet_transformers():
         stored = Stored.of(path)
     for scheme in dict.fromkeys(stored.schemes.values()):
         if scheme.weights.kind != "float" or scheme.weights.bits != 8:
             raise UserError(
-                f"{path} holds weights in {label(scheme)}, and --from-quantized takes FP8 alone, as rounding codes of few bits "
+                f"{path} holds weights in {label(scheme)}, but --from-quantized takes only FP8, as rounding codes of few bits "
                 "again costs too much; give the 16-bit original"
             )
     specs = {tensor.name: tensor.spec for tensor in written_tensors(stored, FORMATS.get(FORMAT))}
@@ -38,6 +38,6 @@ def outline(path: Path) -> Source:
 
 
 def write_dequantized(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:
-    """Write the 16-bit model of an FP8 checkpoint into the folder `out`, in the place of an earlier one."""
+    """Write the 16-bit model of an FP8 checkpoint to the folder `out`, replacing an earlier one."""
     convert(path, out, FORMAT, overwrite=True, progress=progress)
     return Source.of(out)

@@ -1,9 +1,9 @@
-"""The folder of a draft head: the config that vLLM 0.32 reads, facts about the training, and whether it fits a target.
+"""The folder of a draft head: the config that vLLM 0.32 reads, facts about the training, and checks against a target.
 
-EAGLE-3's config is in the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
-draft's block as a Llama config, the target's taps, and how many tokens to guess. Medusa's is that of
-`transformers_utils/configs/medusa`. `vlmcompress-draft.json` next to it says which checkpoint the draft was trained for, by the
-hash of its files: another one accepts fewer guesses, one of other sizes none.
+EAGLE-3's config has the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
+draft's block as a Llama config, the target's tapped blocks, and the number of tokens to guess. Medusa's is that of
+`transformers_utils/configs/medusa`. `vlmcompress-draft.json` next to it identifies the draft's target by the hash of its files:
+another checkpoint accepts fewer guesses, one of other sizes none.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ TARGETS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
 )
-"""Architectures of ours whose classes in vLLM 0.32 give their hidden states to a draft (`SupportsEagle3`). Qwen3.5, with
-recurrent states, and mixtures of experts were not tried."""
+"""Supported architectures whose classes in vLLM 0.32 pass hidden states to a draft (`SupportsEagle3`). Qwen3.5, with recurrent
+states, and mixtures of experts were not tried."""
 IN_PIECES = ("Mistral3ForConditionalGeneration",)
-"""Those whose visual tokens do not stand in one run, so that a draft gets them as vLLM gives them."""
+"""Architectures whose visual tokens are not contiguous, so that a draft gets them as vLLM passes them."""
 PREFIX = "Vlmcompress"  # of an architecture that carries a reducer
 
 
 def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
-    """Raise UserError for a target that vLLM can't speculate on with a draft head, or not with one that gets `images`."""
+    """Raise `UserError` for a target that vLLM can't serve with a draft head, or not with one that gets `images`."""
     architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
     if architecture not in TARGETS:
         raise UserError(
-            f"vLLM 0.32's {architecture} gives no hidden states to a draft head, or was not tried; those that do: "
+            f"vLLM 0.32's {architecture} passes no hidden states to a draft head, or was not tried; those that do: "
             f"{', '.join(TARGETS)}; speculate with ngram or suffix instead"
         )
     if images and not images.plain and architecture in IN_PIECES:
         raise UserError(
-            f"--images: {architecture} has marks among an image's tokens; leave out --images and --image-vector"
+            f"--images: {architecture} has other tokens among an image's; leave out --images and --image-vector"
         )
 
 
@@ -63,7 +63,7 @@ _Proposals = TypedDict("_Proposals", {"proposal_methods": Annotated[list[_Propos
 
 
 class _Facts(TypedDict):
-    """The JSON object of `vlmcompress-draft.json`, as far as it is read."""
+    """The fields of `vlmcompress-draft.json` that are read."""
 
     method: Literal["eagle3", "medusa"]
     target: _Target
@@ -110,10 +110,10 @@ class Draft:
 
     @staticmethod
     def of(folder: Path) -> Draft:
-        """Read a folder. UserError: it is no draft of ours, or damaged."""
+        """Read a folder. Raises `UserError` if it is not a draft of ours or is damaged."""
         if not (folder / FACTS).is_file():
             raise UserError(
-                f"{folder} is no draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
+                f"{folder} is not a draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
             )
         facts = schema.read_checked(_Facts, folder / FACTS, _REMEDY)
         settings = schema.read_checked(
@@ -122,7 +122,7 @@ class Draft:
         draft = Draft(folder, settings, facts)
         draft_images.read_draft_images(draft.block)
         if draft_tensors.HEAD not in draft.stored():
-            raise UserError(f"{folder / WEIGHTS} lacks {draft_tensors.HEAD}; {_REMEDY}")
+            raise UserError(f"{folder / WEIGHTS} has no {draft_tensors.HEAD}; {_REMEDY}")
         return draft
 
     @property
@@ -132,32 +132,32 @@ class Draft:
 
     @property
     def block(self) -> Mapping[str, Any]:
-        """The config of the decoder block; of Medusa, which has none, the whole."""
+        """The config of the decoder block; for Medusa, which has none, the whole config."""
         return self.settings.get("transformer_layer_config", self.settings)
 
     @property
     def target(self) -> Mapping[str, Any]:
-        """What identifies the checkpoint that it was trained for."""
+        """The recorded identity of the checkpoint that the draft was trained for."""
         return self.facts["target"]
 
     @property
     def tokens(self) -> int:
-        """Tokens that it guesses in a row."""
+        """Number of tokens that the draft guesses per step."""
         if self.method == "medusa":
             return self.settings["num_heads"]
         return self.settings["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
 
     @property
     def images(self) -> DraftImages:
-        """What it gets of images."""
+        """The visual tokens and image vectors that the draft gets."""
         return draft_images.read_draft_images(self.block)
 
     def stored(self) -> dict[str, tensor_files.Entry]:
-        """Its tensors, from the header of their file. UserError: there is none, or it is damaged."""
+        """Its tensors, from the header of the weight file. Raises `UserError` if that is missing or damaged."""
         return {entry.name: entry for entry in tensor_files.read_entries(self.folder / WEIGHTS)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the tensors that its config stands for, by their names on disk."""
+        """Name on disk -> shape of the tensors that its config implies."""
         block, settings = self.block, self.settings
         hidden, words = block["hidden_size"], settings.get("draft_vocab_size", settings.get("truncated_vocab_size"))
         fewer = words < block["vocab_size"]
@@ -182,7 +182,7 @@ class Draft:
         return sum(entry.spec.nbytes for name, entry in self.stored().items() if name != "t2d")
 
     def mismatch(self, target: Mapping[str, Any]) -> str | None:
-        """Why it can't go with a target of this config, in words; None where it can."""
+        """The reason why the draft does not fit a target with this config; None if it does."""
         text = target.get("text_config") or target
         width = self.settings.get("target_hidden_size", self.block["hidden_size"])
         for name, here in (("hidden_size", width), ("vocab_size", self.block["vocab_size"])):
@@ -195,19 +195,19 @@ class Draft:
         return None
 
     def is_for(self, target: Path) -> bool:
-        """Whether it was trained for just that checkpoint."""
+        """Whether the draft was trained for exactly this checkpoint."""
         return self.target.get("content_sha256") == manifest.checkpoint_hash(target)
 
     def speculative_config(self) -> dict[str, Any]:
-        """What vLLM's `--speculative-config` is for it."""
+        """The value of vLLM's `--speculative-config` for this draft."""
         method = (
             {"method": "eagle3"} if self.method == "eagle3" else {}
-        )  # told "medusa", vLLM 0.32 looks for a text model
+        )  # with "medusa", vLLM 0.32 looks for a text model
         return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
 
 
 def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Write config, facts, a card and further files (`texts`, by their places) next to the weights of a draft."""
+    """Write config, facts, a card and further files (`texts`: relative path -> content) next to a draft's weights."""
     content = {"vlmcompress": __version__, **facts}
     files = {"config.json": folders.dump(settings), FACTS: folders.dump(content), CARD: card(facts), **texts}
     for name, text in files.items():
@@ -216,7 +216,7 @@ def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, A
 
 
 def card(facts: Mapping[str, Any], repository: str | None = None, base: str | None = None) -> str:
-    """The text of the draft's card. `repository`: where it will be; `base`: the Hub id of its target."""
+    """The text of the draft's card. `repository`: its id on the Hub; `base`: the Hub id of its target."""
     acceptance, samples = facts["acceptance"], facts["samples"]
     shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
     lines = [
@@ -242,10 +242,10 @@ def card(facts: Mapping[str, Any], repository: str | None = None, base: str | No
 
 
 def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
-    """What vLLM's `--speculative-config` is for a draft of ours and its target.
+    """The value of vLLM's `--speculative-config` for a draft of ours and its target.
 
     Raises:
-        UserError: the folder is no draft of ours, or one of another target.
+        UserError: the folder is not a draft of ours, or was trained for another target.
     """
     draft, config = Draft.of(folder), models.read_config(target)
     check_target(config, draft.images)
@@ -254,8 +254,8 @@ def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
     setting = draft.speculative_config()
     if not draft.is_for(target):
         raise UserError(
-            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; align it, "
-            f"`vlmcompress draft {target} --from {folder}`, or serve it all the same with --speculative-config "
+            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; adapt it with "
+            f"`vlmcompress draft {target} --from {folder}`, or serve it anyway with --speculative-config "
             f"'{json.dumps(setting)}'"
         )
     return setting

@@ -1,18 +1,18 @@
-"""What a draft head gets of a request's images: none of their tokens, few, or all, and a vector of each (`draft --images`).
+"""The visual tokens that a draft head gets: none, a few, or all, and optionally a vector of the images (`draft --images`).
 
-    hidden      at each visual token the target's hidden state, next to the placeholder's embedding: what vLLM does by itself
-    all         the same with the image's features in the place of that embedding
+    hidden      at each visual token the target's hidden state and the placeholder's embedding, as in vLLM by default
+    all         the same with the image's features instead of that embedding
     none        no visual token
-    METHOD:KEEP of `all` the rows that a reducer leaves: it looks at the features, as one after the projector does
+    METHOD:KEEP the rows of `all` that a reducer keeps; it uses the features, like a reducer after the projector
 
 A draft with few visual tokens has less to attend to, as in SpecVLM (arXiv 2509.11815). Next to the rows, ViSpec
 (arXiv 2509.15235) adds a vector of the image to each row: here the mean of the request's features so far, times a matrix.
 
-vLLM keeps a draft's keys in the same blocks of its cache as the target's, and a block of the prefix cache holds what the
-prompt's tokens up to its end decide. So whole blocks are left out, all of them within an image (`engines/vllm/plugin/_draft`),
-and a few rows more than the share stay: what is dropped of an image is a number of blocks. Training does so, too.
+vLLM stores a draft's keys in the same cache blocks as the target's, and a block of the prefix cache depends only on the tokens
+up to its end. So only whole blocks within an image are dropped (`engines/vllm/plugin/_draft`), and slightly more rows
+than the share are kept. Training does the same.
 
-All but `hidden` need our plugin. The draft's config says what it gets under `KEY`, in the part that vLLM passes on.
+All modes but `hidden` need our plugin. The draft's config records the mode under `KEY`, in the part that vLLM passes on.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ SCHEMA = 1
 SPECULATOR = "vlmcompress-eagle3"
 """`speculators_model_type` of a draft that needs our plugin, which a vLLM without it refuses."""
 ARCHITECTURE = "VlmcompressEagle3LlamaForCausalLM"
-"""Its model in vLLM, by the plugin."""
+"""Its model class in vLLM, from the plugin."""
 BLOCK = 16
 """Tokens of a block of vLLM's cache on GPUs; its CPU build has at least 32."""
 _KEYS = {"schema", "images", "vector", "block"}
 WORDS = ("hidden", "all", "none")
-_EVEN = choice.parse_reducer("uniform:0.5")  # where nothing should stay, and the blocks of the cache have room
+_EVEN = choice.parse_reducer("uniform:0.5")  # keeps rows for `none`, which only drops whole blocks
 
 
 @dataclass(frozen=True)
 class DraftImages:
-    """What a draft gets of images.
+    """The visual tokens that a draft gets.
 
     Attributes:
-        rows: one of `WORDS`, or the reducer that chooses.
-        vector: whether a vector of the image is added to each row.
-        block: tokens of a block of vLLM's cache where it is meant to be served.
+        rows: one of `WORDS`, or the reducer that chooses the rows.
+        vector: whether a vector of the images is added to each row.
+        block: tokens per block of the cache of the vLLM that will serve it.
     """
 
     rows: str | ReducerChoice = "hidden"
@@ -58,7 +58,7 @@ class DraftImages:
 
     @property
     def plain(self) -> bool:
-        """Whether vLLM does it without our plugin."""
+        """Whether vLLM supports this mode without our plugin."""
         return self.rows == "hidden" and not self.vector
 
     def settings(self) -> dict[str, Any]:
@@ -67,9 +67,9 @@ class DraftImages:
         return {"schema": SCHEMA, "images": rows, "vector": self.vector, "block": self.block}
 
     def dropped_blocks(self, start: int, end: int, block: int) -> int:
-        """How many blocks of `block` tokens are left out of an image that stands in the tokens `[start, end)` of a sequence.
+        """Number of blocks of `block` tokens to drop of an image that occupies the tokens `[start, end)` of a sequence.
 
-        They lie within the image, and at least the share stays.
+        The blocks lie within the image, and at least the reducer's share is kept.
         """
         if self.rows == "none":
             least = 0
@@ -80,9 +80,9 @@ class DraftImages:
         return max(0, min((end - start - least) // block, end // block - -(-start // block)))
 
     def reduction(self, features: Tensor, left: int) -> Reduction:
-        """What becomes of an image's rows, of which there are as many as of `features [n, d]`, where `left` > 0 of them stay.
+        """The reduction of an image's rows to `left` > 0 rows; there are as many rows as `features [n, d]`.
 
-        Nothing here waits for the device.
+        It does not synchronize with the device.
         """
         count = len(features)
         if left == count:
@@ -94,13 +94,13 @@ class DraftImages:
 
 
 def parse_images(text: str, vector: bool = False, block: int = BLOCK) -> DraftImages:
-    """Read the value of `--images`. UserError for another word, or a reducer that a draft can't have."""
+    """Parse the value of `--images`. Raises `UserError` for an unknown word, or a reducer that a draft can't use."""
     rows = text if text in WORDS else _checked(choice.parse_reducer(text), f"--images {text}")
     return DraftImages(rows, vector, block)
 
 
 def read_draft_images(config: Mapping[str, Any]) -> DraftImages:
-    """Read what a draft's `transformer_layer_config` says. UserError for a block that is not right."""
+    """Read a draft's `transformer_layer_config`. Raises `UserError` for an invalid block."""
     block = config.get(KEY)
     if block is None:
         return DraftImages()
@@ -122,12 +122,12 @@ def read_draft_images(config: Mapping[str, Any]) -> DraftImages:
 
 
 def _checked(reducer: ReducerChoice, where: str) -> ReducerChoice:
-    """The reducer, if it needs nothing but features and keeps a share that can be chosen."""
+    """Return the reducer if it needs only features and keeps a configurable share; else raise `UserError`."""
     module, options = reducer.module, reducer.options
     fits = module.STAGE == "projected" and module.COUNT == "fixed" and not module.NEEDS - {"features"}
     if not fits or options.keep is None or options.scorer is not None:
         raise UserError(
-            f"{where}: a draft's tokens are chosen by a method that looks at features alone and keeps a fixed share: "
+            f"{where}: a draft's tokens are chosen by a method that uses only features and keeps a fixed share: "
             "coverage, divprune, cdpruner, dart, scope, uniform or random; or write hidden, all or none"
         )
     return reducer

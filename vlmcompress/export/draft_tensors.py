@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LAYER = "layers.0"
 VECTOR = "image_vector.weight"
-"""The matrix `[hidden, hidden]` that makes a vector for all rows of the mean of an image's features."""
+"""The matrix `[hidden, hidden]` that maps the mean of an image's features to a vector, which is added to all rows."""
 HEAD = "lm_head.weight"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -16,10 +16,10 @@ def eagle3(
     """Shapes of an EAGLE-3 head's tensors (`Eagle3LlamaForCausalLM`).
 
     Args:
-        hidden: width of its hidden states; `joined`: of the target's at all taps.
-        intermediate: width of its MLP; `queries`, `keys`: of all its heads together.
-        vocabulary: tokens that it can guess.
-        vector: whether it adds a vector of the image to each row (`VECTOR`).
+        hidden: width of its hidden states; `joined`: summed width of the target's at all tapped blocks.
+        intermediate: width of its MLP; `queries`, `keys`: total width of its query and key heads.
+        vocabulary: number of tokens that it can guess.
+        vector: whether it adds a vector of the images to each row (`VECTOR`).
     """
     attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
     return {

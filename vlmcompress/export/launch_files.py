@@ -19,15 +19,15 @@ FOLDER = "serve"
 
 
 def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> readers.LoadFacts:
-    """Gather what decides who loads a checkpoint, and what launch files need to know.
+    """Gather the facts that decide which engines load a checkpoint, and those for its launch files.
 
     Args:
         config: content of config.json.
-        record: the manifest; what it lacks is not known.
+        record: the manifest; missing fields count as unknown.
         name: name of the checkpoint's folder.
 
     Raises:
-        UserError: the reducer's block is not right.
+        UserError: the reducer's block is invalid.
     """
     recipe, sizes = record.get("recipe") or {}, record.get("size") or {}
     carried, reducer = reducer_block.read_reducer(config), None
@@ -57,7 +57,7 @@ def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str
 
 
 def _draft(config: Mapping[str, Any]) -> str:
-    """Method of speculative decoding by the head that the checkpoint has by its config; empty: it has none."""
+    """Method of speculative decoding by the checkpoint's own head, from its config; empty: it has none."""
     try:
         spec = models.spec_for(dict(config))
     except UserError:
@@ -66,15 +66,15 @@ def _draft(config: Mapping[str, Any]) -> str:
 
 
 def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
-    """Write `serve/` anew and return its files. The manifest's hashes are the caller's to renew.
+    """Replace `serve/` and return its files. The caller has to update the manifest's hashes.
 
     Args:
         folder: the checkpoint, with its config.json.
         record: its manifest; hashes are not read.
-        name: the name that the checkpoint will be served by: that of its folder, once it stands where it belongs.
+        name: the name under which the checkpoint will be served: that of its final folder.
     """
     texts = launch.render_launch_files(launch_facts(json_files.read(folder / "config.json"), record, name))
-    if (folder / MANIFEST).is_file():  # else the folder is being written, and what is there came from the source
+    if (folder / MANIFEST).is_file():  # else the folder is being written, and its `serve/` came from the source
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for place, text in texts.items():
         path = folder / FOLDER / place

@@ -1,11 +1,12 @@
-"""Name the linear layers of each config group, and check that every reader takes the names for the same layers.
+"""Name the linear layers of each config group, and check that every reader maps the names to the same layers.
 
 A layer has up to three names: in memory (transformers), on disk, in the engine (vLLM). Transformers compares `targets`
-and `ignore` with memory names; vLLM renames exact entries from disk to engine names but takes patterns as they are. So
-the decoder's main scheme gets the class `Linear`, a vision tower's a pattern with the last part of the tower's name
-(`visual`, `vision_tower`: the same in all three), all experts of a block one pattern, output head and token embedding one of
-their three names, as neither is a `Linear` in vLLM (the embedding's class there is named, too), and any other layer its exact
-memory and disk names. Layers that are not quantized go into `ignore`, which every reader checks before `targets`.
+and `ignore` with memory names; vLLM renames exact entries from disk to engine names but uses patterns unchanged. So
+the target of the decoder's main scheme is the class `Linear`; that of a vision tower's scheme a pattern with the last part of
+the tower's name (`visual`, `vision_tower`: the same in all three); that of a block's experts one pattern; that of output head
+and token embedding one pattern of their three names, as neither is a `Linear` in vLLM (the embedding's class there is listed as
+well); and that of any other layer its exact memory and disk names. Unquantized layers go into `ignore`, which every reader
+checks before `targets`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_val
 from vlmcompress.models.layer_names import EMBEDDING, LM_HEAD, Layers
 from vlmcompress.numerics import Scheme
 
-_ENGINE_EMBEDDING = "VocabParallelEmbedding"  # vLLM's class, which is named as a target, too, see `targets`
+_ENGINE_EMBEDDING = "VocabParallelEmbedding"  # vLLM's class, see `targets`
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # vLLM's names
 
 
@@ -40,9 +41,9 @@ def describe_layers(
     Args:
         schemes: quantized linear layer (memory name) -> its scheme.
         model: the model, or its meta model.
-        disk: memory name of a parameter -> its name in the checkpoint that is written.
+        disk: memory name of a parameter -> its name in the written checkpoint.
         spec: the model's family.
-        stored: names of all tensors of the checkpoint; those of a head that drafts tokens are looked at.
+        stored: names of all tensors of the checkpoint, to find those of a draft head.
         kv_cache: whether there are scales of an FP8 KV cache.
     """
     quantized = {}
@@ -58,16 +59,16 @@ def describe_layers(
 def targets(
     layers: Mapping[str, Scheme], disk: Mapping[str, str], spec: ModelSpec, alone: bool = True
 ) -> list[tuple[Scheme, list[str]]]:
-    """List schemes with their targets, the decoder's main scheme last (readers warn about a target that another hides).
+    """List schemes with their targets, the decoder's main scheme last (readers warn about a target that another one shadows).
 
-    A quantized embedding is named by its class in vLLM, too: that of Llama, and so of Mistral and GLM-4, gives it no name
+    A quantized embedding is also listed by its class in vLLM, as Llama (and so Mistral and GLM-4) gives it no name there
     (`models/llama.py` of 0.32).
 
     Args:
         layers: quantized linear layer (memory name) -> its scheme.
         disk: memory name of a parameter -> its name on disk.
-        spec: where the vision tower is.
-        alone: whether the decoder has no other embedding, which that class would be, too.
+        spec: the family, for the vision tower's path.
+        alone: whether the decoder has no other embedding of that class.
     """
     towers: list[tuple[Scheme, str]] = []
     rest = dict(layers)
@@ -106,11 +107,11 @@ def targets(
 
 
 def _pattern(stem: str, members: Iterable[str]) -> str:
-    """One pattern for layers of a tower (names within it), whatever their block. It must not match embeddings, which
-    transformers would quantize too.
+    """One pattern for layers of a tower (names within it) in any block. It must not match embeddings, which transformers
+    would quantize as well.
 
-    Names of fused matrices (`qkv_proj`) are added: in vLLM 0.32 LLaVA-OneVision's class does not map them to their parts, and
-    that of GLM-V asks for its tower's `qkv` as `qkv_proj` where a checkpoint is quantized.
+    Names of fused matrices (`qkv_proj`) are added: in vLLM 0.32, LLaVA-OneVision's class does not map them to their parts, and
+    GLM-V's looks up its tower's `qkv` as `qkv_proj` in quantized checkpoints.
     """
     tails = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in members)
     tails |= dict.fromkeys(f"{tail}_proj" for tail in tuple(tails) if tail.endswith(".qkv"))
@@ -124,18 +125,18 @@ def _pattern(stem: str, members: Iterable[str]) -> str:
 def misread(
     config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
 ) -> list[tuple[str, str, str | None]]:
-    """Find layers that a reader would take for something else: (its name there, what it is, what it would be read as).
+    """Find layers that a reader would map to another group, as (reader's name of the layer, group, group as read).
 
     Args:
         config: the `quantization_config` block.
-        layers: every linear layer of the model (memory name) -> its config group, None where it stays as it is.
+        layers: every linear layer of the model (memory name) -> its config group; None: not quantized.
         disk: memory name of a parameter -> its name on disk. A tied output head may be missing.
-        spec: how vLLM names things.
+        spec: the family, for vLLM's names.
     """
     stored = {name: disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in layers}
     in_engine = {alias: spec.engine_name(name) for name in layers for alias in (name, stored[name])}
     wrong = []
-    # transformers goes by memory names, tools by names of tensors; vLLM by its own, to which it renames exact entries alone.
+    # transformers uses memory names, tools use tensor names; vLLM uses its own, to which it renames only exact entries.
     for aliases, renamed in (({}, {}), (stored, {}), (in_engine, in_engine)):
         groups = {
             key: {"targets": [renamed.get(target, target) for target in group["targets"]]}
@@ -153,9 +154,9 @@ def misread(
 def misnamed(
     reader: Reader, config: Mapping, layers: Mapping[str, str | None], disk: Mapping[str, str], spec: ModelSpec
 ) -> list[tuple[str, str, str | None]]:
-    """Find layers that an engine would take for quantized, or for plain, by their names in a format without config groups.
+    """Find layers that an engine would wrongly take for quantized or unquantized, in a format without config groups.
 
-    Arguments and result as of `misread`; `reader`: the format's module.
+    Arguments and result as for `misread`; `reader`: the format's module.
     """
     wrong: list[tuple[str, str, str | None]] = []
     for name, scheme in layers.items():

@@ -1,6 +1,6 @@
 """The manifest `vlmcompress.json`: how a checkpoint was made, and the hash of each of its files.
 
-No dates, no paths of the machine: the same inputs give the same file, but for `timing`.
+It has no dates and no local paths, so that equal inputs give equal files, except for `timing`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def error_kind(name: str) -> str:
 
 
 def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """What the errors of layers are, as a sentence; "" where there are none."""
+    """A sentence that defines the errors of layers; "" without errors."""
     if not errors:
         return ""
     if all(set(error) <= {"weight"} for error in errors.values()):
@@ -89,10 +89,10 @@ class _Recovery(TypedDict):
 
 
 class Manifest(TypedDict):
-    """The JSON object of the file. Types name what is read back of it; there is more."""
+    """The JSON object of the file, with the fields that are read back; there are more."""
 
     schema_version: int
-    created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
+    created_by: dict[str, str]  # versions of vlmcompress and of packages that affect the result
     model: Original  # its name (on the Hub: id and commit), hashes of its config and of its safetensors headers
     recipe: _Recipe  # as resolved
     seed: int | None
@@ -100,12 +100,12 @@ class Manifest(TypedDict):
     errors: dict[str, _ByKind]  # linear layer -> `|X dW^T|^2 / |X W^T|^2`, and what rounding X adds
     maxima: NotRequired[dict[str, _ByKind]]  # first layer of a group -> share of input channels whose maximum is there
     kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
-    warnings: list[str]  # what happened otherwise than asked for
+    warnings: list[str]  # deviations from the recipe
     visual_tokens: NotRequired[_Tokens]
     recovery: NotRequired[_Recovery]  # settings, what was trained, held-out divergence, steps
     allocation: NotRequired[_Bits]  # `bits` of the recipe: bits per weight, widths, errors
     converted: NotRequired[_Formats]
-    devices: NotRequired[list[int]]  # how many of 1, 2, 4 and 8 vLLM can share the model out among
+    devices: NotRequired[list[int]]  # those of 1, 2, 4 and 8 devices over which vLLM can split the model
     size: _Size  # bytes of weights
     tensors: NotRequired[Count]
     timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds, up to the writing of this file
@@ -131,7 +131,7 @@ def build(
         family: name of its `ModelSpec`.
         recipe: the resolved recipe as plain data, with its `seed`.
         calibration: None for a data-free scheme. This and the others are fields of `Manifest`, by memory names of layers.
-        optional: those of `OPTIONAL`; one that is None is left out.
+        optional: fields in `OPTIONAL`; None is left out.
     """
     if unknown := optional.keys() - set(OPTIONAL):
         raise TypeError(f"a manifest has no {', '.join(sorted(unknown))}")
@@ -151,7 +151,7 @@ def build(
 
 
 def hash_file(path: Path) -> dict[str, str | int]:
-    """What the manifest records of a file: its sha256 and size."""
+    """The manifest's entry for a file: its sha256 and size."""
     return {"sha256": sha256(path), "size": path.stat().st_size}
 
 
@@ -165,7 +165,7 @@ def read_manifest(folder: Path) -> dict:
     """Read the manifest of a checkpoint that vlmcompress wrote.
 
     Raises:
-        UserError: there is none, it is not readable, or a later version of vlmcompress wrote it.
+        UserError: the manifest is missing or unreadable, or a later version of vlmcompress wrote it.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """`identity.model_hash` of a folder; of what we wrote the manifest's hashes are taken, but of files written to since."""
+    """`identity.model_hash` of a folder; hashes of unchanged files are taken from our manifest, if there is one."""
     files = identity.model_files(folder)
     if not (folder / MANIFEST).is_file():
         return identity.content_hash(files)
@@ -197,23 +197,23 @@ def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
         UserError: one of them is missing, not recorded, or not what was written.
     """
     recorded = content["files"]
-    # What decides what a checkpoint computes: its weights and its config.
+    # The files that determine a checkpoint's outputs.
     names = {path.name for path in folder.glob("*.safetensors")} | {path.name for path in folder.glob("config.json")}
     names |= {name for name in recorded if name.endswith(".safetensors") or name == "config.json"}
     for name in sorted(names):
         record, path = recorded.get(name), folder / name
         if Path(name).name != name or record is None or not path.is_file():
             what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
-            raise UserError(f"{path} {what}, so the errors recorded there may be of other weights; quantize again")
+            raise UserError(f"{path} {what}, so the recorded errors may be those of other weights; quantize again")
         if not _untouched(path, record) and hash_file(path) != record:
             raise UserError(
-                f"{path} is not what was written, its hash is not the one in {MANIFEST}, so the errors recorded there may be "
-                "of other weights; copy the checkpoint or quantize again"
+                f"{path} has changed since it was written (its hash differs from {MANIFEST}), so the recorded errors may be "
+                "those of other weights; copy the checkpoint or quantize again"
             )
 
 
 def _portable(value: Any) -> Any:
-    """Remove paths of this machine from JSON data: an absolute path becomes its last part."""
+    """Remove local paths from JSON data: an absolute path becomes its last component."""
     if isinstance(value, Mapping):
         return {str(key): _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

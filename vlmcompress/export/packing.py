@@ -95,10 +95,10 @@ def parts(x: Tensor, length: int, codes: int) -> list[slice]:
 
 
 def to_float16(scale: Tensor, what: str) -> Tensor:
-    """Scales as float16, where that changes none of them.
+    """Convert scales to float16 without loss.
 
     Raises:
-        UserError: a scale is too small, too large or too fine, or was cut off at the largest one; `what` names the format.
+        UserError: float16 cannot represent a scale, or one was clipped to its largest value; `what` names the format.
     """
     rounded = scale.to(torch.float16)
     changed = scale[rounded.float() != scale.float()]
@@ -108,7 +108,7 @@ def to_float16(scale: Tensor, what: str) -> Tensor:
             f"{count} of {scale.numel()} scales are no 16-bit floats, which {what} files hold, the first is {example:.3g}; "
             "write compressed-tensors"
         )
-    if full := int((rounded == torch.finfo(torch.float16).max).sum()):  # where a quantizer solved for such scales
+    if full := int((rounded == torch.finfo(torch.float16).max).sum()):  # after solving for float16 scales
         raise UserError(
             f"{full} of {scale.numel()} scales would be larger than 65,504, the largest of the 16-bit floats that {what} files "
             "hold; write compressed-tensors"

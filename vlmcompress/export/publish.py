@@ -1,7 +1,7 @@
-"""Publish a checkpoint on the Hugging Face Hub: what would be uploaded, and the upload itself.
+"""Publish a checkpoint on the Hugging Face Hub: the plan of an upload, and the upload itself.
 
-Uploaded are the files that the manifest lists and no others, so that nothing slips in that lay in the folder by chance. Only
-the card is written anew for the repository, and its hash in the manifest with it; the folder itself stays as it is.
+Only files in the manifest are uploaded, so that stray files in the folder are not published. Only the card is rewritten for the
+repository, with its hash in the manifest; the local folder does not change.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 
 STALE = ["*.safetensors", "*.safetensors.index.json", f"{launch_files.FOLDER}/*"]
-"""What an earlier upload may have left in the repository and engines would read: removed unless it is uploaded again."""
+"""Files of earlier uploads that engines would read: deleted from the repository unless they are uploaded again."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What is to be uploaded.
+    """The plan of an upload.
 
     Attributes:
         repository: `org/name`.
         folder: the checkpoint.
         sizes: path in the repository -> bytes, in order of paths.
-        written: path -> text of files that take the place of the folder's own.
+        written: path -> text of files that replace those of the folder.
     """
 
     repository: str
@@ -52,15 +52,15 @@ class Upload:
 
 
 def check_id(name: str, what: str) -> str:
-    """Return a repository's id, or raise `UserError` if `name` is none; `what` names it in the message."""
+    """Return `name`, or raise `UserError` if it is not a repository id; `what` is its description in the message."""
     if not card.is_owned(name):
         reason = card.id_problem(name) or "the owner is missing"
-        raise UserError(f"{what} '{name}' is no repository id ({reason}); write it like my-org/my-model")
+        raise UserError(f"{what} '{name}' is not a repository id ({reason}); write it like my-org/my-model")
     return name
 
 
 def plan_upload(folder: Path, repository: str, *, base_model: str | None = None, measured: str | None = None) -> Upload:
-    """Decide what is uploaded; the folder is taken to be whole (`vlmcompress doctor`).
+    """Plan the upload of a checkpoint, which is assumed to be complete (see `vlmcompress doctor`).
 
     Args:
         repository: `org/name`.
@@ -68,7 +68,7 @@ def plan_upload(folder: Path, repository: str, *, base_model: str | None = None,
         measured: a section of the card about results, in Markdown.
 
     Raises:
-        UserError: an id is none, or there is no manifest.
+        UserError: an invalid id, or there is no manifest.
     """
     check_id(repository, "repository")
     if base_model is not None:
@@ -89,14 +89,14 @@ def plan_upload(folder: Path, repository: str, *, base_model: str | None = None,
 
 
 def plan_draft(folder: Path, repository: str, *, target: str | None = None) -> Upload:
-    """Decide what is uploaded of a draft head: its files, and the card written anew.
+    """Plan the upload of a draft head: its files, with a rewritten card.
 
     Args:
         repository: `org/name`.
         target: Hub id of the checkpoint that it drafts for.
 
     Raises:
-        UserError: an id is none, or the folder is no draft of ours.
+        UserError: an invalid id, or the folder is not a draft of ours.
     """
     check_id(repository, "repository")
     if target is not None:
@@ -110,12 +110,12 @@ def plan_draft(folder: Path, repository: str, *, target: str | None = None) -> U
 
 
 def push(upload: Upload, *, private: bool = False) -> str:
-    """Create the repository where there is none, upload, and return the repository's address.
+    """Create the repository if it does not exist, upload, and return the repository's address.
 
-    An upload that broke off goes on where it stopped when it is started again.
+    An interrupted upload resumes when it is started again.
 
     Args:
-        private: make a new repository private; one that exists stays as it is.
+        private: make a new repository private; an existing one does not change.
 
     Raises:
         UserError: the user has set HF_HUB_OFFLINE, no token, no access, or no connection.
@@ -124,15 +124,14 @@ def push(upload: Upload, *, private: bool = False) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     if hub.offline():
-        raise UserError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or look with --dry-run")
+        raise UserError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or use --dry-run")
     if not get_token():
         raise UserError(
-            "no token for the Hub; log in with `hf auth login` or set HF_TOKEN to one that may write, "
-            "or look with --dry-run"
+            "no token for the Hub; log in with `hf auth login` or set HF_TOKEN to one that may write, or use --dry-run"
         )
     try:
         with hub.online(), tempfile.TemporaryDirectory(prefix="vlmcompress-push-") as stage:
-            for path in upload.sizes:  # links to files, and the texts that take the place of some
+            for path in upload.sizes:  # links to files, and the texts that replace some of them
                 place = Path(stage, path)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 if path in upload.written:
@@ -150,18 +149,18 @@ def push(upload: Upload, *, private: bool = False) -> str:
     except hub.http_library().HTTPError as error:
         raise UserError(
             f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}); "
-            "run it again, what has arrived is not sent twice"
+            "run it again, complete files are not sent twice"
         ) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{constants.ENDPOINT} does not answer as a Hub does; set HF_ENDPOINT to one") from error
-    except ValueError as error:  # the Hub looks at the card before anything is sent
+        raise UserError(f"{constants.ENDPOINT} does not answer like a Hub; set HF_ENDPOINT to one") from error
+    except ValueError as error:  # the Hub validates the card before anything is sent
         said = " ".join(str(error).split())[:200]
-        raise UserError(f"the Hub does not take the card ({said}); nothing was uploaded") from error
+        raise UserError(f"the Hub refuses the card ({said}); nothing was uploaded") from error
     return f"{constants.ENDPOINT}/{upload.repository}"
 
 
 def _refused(repository: str, error: Any) -> str:
-    """What the Hub's refusal means, in one line."""
+    """A one-line message for the Hub's refusal."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
         return (

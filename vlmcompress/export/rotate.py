@@ -1,13 +1,13 @@
-"""Write a checkpoint with a rotated residual stream: another model by its weights, the same by its answers.
+"""Write a checkpoint with a rotated residual stream: other weights, the same answers.
 
-QuaRot's and SpinQuant's R1 and R2 (arXiv 2404.00456, section 4; arXiv 2405.16406, section 3.2), for vision-language models:
+QuaRot's and SpinQuant's R1 and R2 (arXiv 2404.00456, section 4; arXiv 2405.16406, section 3.1), for vision-language models:
 with gains `g` of the norm before it, each layer that reads the stream becomes `W diag(g) R`, each that writes it `R^T W`, and
-the norm's gains 1; the embedding's rows are multiplied by R, and so is what the projector puts out. In each attention the rows
-of a value head are multiplied by an R2 of that head's own, and the columns of `o` that read it by the same: attention mixes
-tokens and no channels, so that this, too, changes nothing but rounding. Tensors are read, multiplied and written one by one.
+the norm's gains 1; the embedding's rows and the projector's output are multiplied by R. In each attention, the rows of each
+value head are multiplied by an R2 for this head, and the columns of `o` that read the head by the same R2: attention mixes
+tokens, not channels, so that this changes nothing but rounding as well. Tensors are read, multiplied and written one by one.
 
-An output head that shares the embedding's weights can't share them any more: it takes in the final norm's gains, which the
-embedding must not have. So it becomes a matrix of its own, and config.json says that it is.
+A tied output head has to be untied: it absorbs the final norm's gains, which the embedding must not. So it becomes a separate
+matrix, and config.json records this.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from vlmcompress.utils.identity import unchanged
 
 RECORD = ".rotation.json"
 _HEADS = 1 << 12
-"""More than a block has heads of values: rotation `1 + block * _HEADS + head` is that head's."""
+"""Upper bound of value heads per block: rotation `1 + block * _HEADS + head` belongs to that head."""
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """The matrices of one run: `kind` and `seed` decide them all."""
+    """The rotation matrices of one run, determined by `kind` and `seed`."""
 
     kind: Kind
     seed: int
 
     def stream(self, width: int) -> Rotation:
-        """The residual stream's, R1."""
+        """The rotation of the residual stream, R1."""
         return Rotation(self.kind, width, self.seed)
 
     def head(self, block: int, head: int, width: int) -> Rotation:
-        """The one of a head of values, R2."""
+        """The rotation of a value head, R2."""
         return Rotation(self.kind, width, self.seed, 1 + block * _HEADS + head)
 
 
 def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) -> dict[str, Change]:
-    """What becomes of each parameter that a rotation changes, by memory name: functions of its value in float32 or float64.
+    """Memory name -> function from a parameter's value (float32 or float64) to its rotated value, for changed parameters.
 
     Args:
-        of: who reads and writes the stream; layers may have a bias or not.
-        gains: reads the weight of a norm.
+        of: the modules that read and write the stream, with or without bias.
+        gains: function that reads the weight of a norm.
     """
     r1 = rotations.stream(of.width)
 
     def absorbed(
         norm: str, weight: Tensor
-    ) -> Tensor:  # [out, in]: it read g * rms(x), and is to read rms(x R): W diag(g) R
+    ) -> Tensor:  # [out, in]: its input was g * rms(x) and becomes rms(x R): W diag(g) R
         return r1.rows(weight * gains(f"{norm}.weight").to(weight))
 
     def both(first: Change | None, then: Change, value: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
 
 
 def _value_changes(values: Values, r2: list[Rotation]) -> dict[str, Change]:
-    """What becomes of the layers of values and output; `r2`: the rotation of each head of values."""
+    """The changes of value and output projections; `r2`: the rotation of each value head."""
     shared = values.heads // values.kv_heads
 
-    # Attention mixes tokens and no channels of a head, so R2 of the values comes out of it and the output's columns undo it.
+    # Attention mixes tokens, not channels of a head, so R2 of the values passes through it, and the output's columns undo it.
     def rows(value: Tensor) -> Tensor:
         parts = value.reshape(values.kv_heads, values.width, -1)
         return torch.stack([r.columns(part) for r, part in zip(r2, parts, strict=True)]).reshape(value.shape)
@@ -107,13 +107,13 @@ def write_rotated(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the rotated checkpoint of `source` into the folder `out`, which appears whole or not at all.
+    """Write the rotated checkpoint of `source` atomically to the folder `out`.
 
-    Other files are copied. A folder there that `write_rotated` made for the same source and rotation is left as it is.
+    Other files are copied. An existing `out` of the same source and rotation is kept.
 
     Args:
-        device: where matrices are multiplied.
-        progress: called with bytes written and bytes in all.
+        device: device of the matrix products.
+        progress: called with (bytes written, total bytes).
 
     Raises:
         UserError: the model can't be rotated, or `out` can't be written.
@@ -130,7 +130,7 @@ def write_rotated(
 
 
 def record(source: Source, rotations: Rotations) -> str:
-    """What a rotated checkpoint is made of, as text."""
+    """Text that identifies the source and rotation of a rotated checkpoint."""
     stats = unchanged(sorted({entry.file for entry in source.entries.values()}))
     return json.dumps([source.config, stats, rotations.kind, rotations.seed], sort_keys=True)
 
@@ -138,7 +138,7 @@ def record(source: Source, rotations: Rotations) -> str:
 def _plan_tensors(
     source: Source, residual: Stream, per_tensor: Mapping[str, Change], device: torch.device
 ) -> list[OutputTensor]:
-    """The tensors to write: those that change are made when their turn comes."""
+    """The tensors to write; changed ones are computed when they are written."""
     memory = {disk: name for name, disk in source.names.items()}
     head, embedding = f"{residual.head}.weight", source.entries[source.names[residual.embedding]]
     tensors = []

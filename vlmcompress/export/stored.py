@@ -1,8 +1,7 @@
-"""A quantized checkpoint, ours or another tool's, read layer by layer: codes and scales as they are stored.
+"""A quantized checkpoint, ours or another tool's, read layer by layer: codes and scales as stored.
 
-The format is told by config.json's `quantization_config`, or by the file that some tools keep it in. Before any tensor is
-read, every one of a quantized layer has to be there in the shape that its scheme asks for, and every other one has to have its
-place in the model.
+The format is found in config.json's `quantization_config`, or in the separate file of some tools. Before any tensor is read,
+all tensors of quantized layers must exist in the shapes of their schemes, and all others must belong to the model.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_files import Entry, Spec
 
-_OPTIONAL = "g_idx"  # some writers leave it out where it says nothing
+_OPTIONAL = "g_idx"  # some writers omit it if inputs are in order
 _SCALES = ("scales", "weight_scale")
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
@@ -41,7 +40,7 @@ class StoredLayer:
         prefix: its name on disk, with a dot at the end.
         shape: `[out, in]` of its weight.
         scheme: its number formats.
-        entries: local name -> where the tensor's bytes are.
+        entries: local name -> the tensor's entry in its file.
     """
 
     prefix: str
@@ -52,7 +51,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Stored(Mapping[str, Quantized]):
-    """A quantized checkpoint: linear layer (memory name) -> weight, scheme, scale of static activations; read when asked.
+    """A quantized checkpoint: linear layer (memory name) -> weight, scheme, scale of static activations; read lazily.
 
     Attributes:
         path: its folder.
@@ -60,8 +59,8 @@ class Stored(Mapping[str, Quantized]):
         block: the format's config block.
         format: the format's name; `reader` its module in `vlmcompress.export.formats`.
         spec: the model's family; `meta_model` the unquantized model, shapes only.
-        layers: linear layer (memory name) -> how it is stored, for quantized ones.
-        names: memory name of a parameter -> its name on disk; that of a quantized weight is the one it would have.
+        layers: quantized linear layer (memory name) -> how it is stored.
+        names: memory name of a parameter -> its name on disk; for a quantized weight, the name it would have unquantized.
         kv_scales: attention module's name on disk, with a dot at the end -> scales of keys and of values.
         entries: all tensors, in order.
     """
@@ -83,7 +82,7 @@ class Stored(Mapping[str, Quantized]):
         """Open the quantized checkpoint in a folder.
 
         Raises:
-            UserError: it is not quantized, of a format or family that is not read, damaged, or inconsistent.
+            UserError: it is not quantized, of an unsupported format or family, damaged, or inconsistent.
         """
         config = models.read_config(path)
         block = models.quantization_block(path, config)
@@ -91,7 +90,7 @@ class Stored(Mapping[str, Quantized]):
             raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
         if not isinstance(block, dict):
             raise UserError(
-                f"quantization_config of {path / 'config.json'} is no JSON object; restore it from the source"
+                f"quantization_config of {path / 'config.json'} is not a JSON object; restore it from the source"
             )
         if models.quantization_method(block) == auto_round.METHOD:
             block = auto_round.translated(block)
@@ -99,7 +98,9 @@ class Stored(Mapping[str, Quantized]):
         try:
             reader.check(block)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"quantization_config is none of {name} ({error}); restore it from the source") from error
+            raise UserError(
+                f"quantization_config is not valid for {name} ({error}); restore it from the source"
+            ) from error
         spec = models.spec_for(config)
         meta_model = models.build_meta_model(path)
         entries = list(models.stored_tensors(path).values())
@@ -108,10 +109,10 @@ class Stored(Mapping[str, Quantized]):
             key := next((key for key in _KV_KEYS if (block.get("quantization") or block).get(key)), "")
         ):
             raise UserError(
-                f"quantization_config has {key}, and the checkpoint has no scales of keys and values; take it out of the "
-                "config where the weights alone are wanted"
+                f"quantization_config has {key}, but the checkpoint has no scales of keys and values; remove it from the "
+                "config to read only the weights"
             )
-        # A tensor is of a quantized layer, of the KV cache, or plain; the last have to be the model's in name and shape.
+        # A tensor belongs to a quantized layer or the KV cache, or is plain and must match the model in name and shape.
         cached = {entry.name for pair in kv_scales.values() for entry in pair}
         layers = _layers(meta_model, spec, [e for e in entries if e.name not in cached], block, reader)
         inside = {entry.name for layer in layers.values() for entry in layer.entries.values()}
@@ -123,7 +124,7 @@ class Stored(Mapping[str, Quantized]):
         for memory, disk in names.items():
             if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
                 shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
-                raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not belong together")
+                raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not match")
         return stored
 
     @cached_property
@@ -133,21 +134,21 @@ class Stored(Mapping[str, Quantized]):
 
     @cached_property
     def float_type(self) -> FloatType:
-        """The type of the model's floating tensors, but for those of quantized layers."""
+        """The type of the model's floating tensors outside quantized layers."""
         packed = {entry.name for layer in self.layers.values() for entry in layer.entries.values()}
         plain = [entry.spec for entry in self.entries if entry.name not in packed]
         return FloatType.of(self.config, plain, spec=self.spec, model=self.meta_model)
 
     @cached_property
     def scale_dtype(self) -> torch.dtype | None:
-        """The model's type where all scales are such numbers, whatever type they are stored in; else None: that type.
+        """The model's type if it can represent all scales exactly, whatever their stored type; else None (keep that type).
 
-        Engines load scales in the model's type, and transformers computes in the type it finds.
+        Engines load scales in the model's type; transformers computes in the stored type.
         """
         dtype = self.float_type.dtype
         for layer in self.layers.values():
             for local, entry in layer.entries.items():
-                # Global scales are float32 in every format, and no weight's own.
+                # Global scales are float32 in every format and do not belong to single weights.
                 kind = entry.spec.dtype
                 if kind not in tensor_files.FLOATS or "global" in local or local == "weight_scale_2":
                     continue
@@ -159,7 +160,7 @@ class Stored(Mapping[str, Quantized]):
         return dtype
 
     def scale_type(self, name: str) -> str:
-        """safetensors' name of the type that a layer's scales have once they are read; known from headers."""
+        """safetensors' name of the type of a layer's scales after reading; from headers."""
         entries = self.layers[name].entries
         stored = next(entries[local].spec.dtype for local in _SCALES if local in entries)
         if self.scale_dtype is None or stored not in tensor_files.FLOATS:
@@ -187,11 +188,11 @@ class Stored(Mapping[str, Quantized]):
 
 
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
-    """Name and module of the format that a config block is of."""
+    """Name and module of a config block's format. Raises `UserError` for an unsupported one."""
     method = models.quantization_method(block)
     versions = {block[key] for key in ("checkpoint_format", "format") if block.get(key)} if method == "gptq" else set()
     if len(versions) > 1:
-        raise UserError(f"{path}: checkpoint_format and format differ in quantization_config; mend it")
+        raise UserError(f"{path}: checkpoint_format and format differ in quantization_config; correct it")
     if "gptq_v2" in versions:
         method = "gptq-v2"
     for name in FORMATS.names():
@@ -199,7 +200,7 @@ def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
         if method == module.FORMAT and isinstance(module, Reader):
             return name, module
     read = ", ".join([auto_round.METHOD, *FORMATS.names()])
-    raise UserError(f"{path} has quantization of kind '{method}', which is not read; read are {read}")
+    raise UserError(f"{path} has quantization of the unsupported kind '{method}'; supported are {read}")
 
 
 def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, Entry]]:
@@ -219,7 +220,7 @@ def _kv_scales(entries: list[Entry], reader: Reader) -> dict[str, tuple[Entry, E
 def _layers(
     meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
-    """Find the quantized linear layers, and check that their tensors are there in the right shapes."""
+    """Find the quantized linear layers, and check that their tensors exist in the right shapes."""
     matrices, other_names = models.matrices(meta_model), getattr(reader, "OTHER_NAMES", {})
     by_layer: dict[str, dict[str, Entry]] = {}
     memory = models.memory_names(meta_model, [entry.name for entry in entries])
@@ -229,14 +230,14 @@ def _layers(
             local, tensors = other_names.get(local, local), by_layer.setdefault(module, {})
             if local in tensors:
                 raise UserError(
-                    f"tensors '{tensors[local].name}' and '{entry.name}' are the same by two names; remove one"
+                    f"tensors '{tensors[local].name}' and '{entry.name}' are two names of the same tensor; remove one"
                 )
             tensors[local] = entry
     layers = {}
     for module, tensors in by_layer.items():
         prefixes = {entry.name.rpartition(".")[0] for entry in tensors.values()}
         if len(prefixes) > 1:
-            raise UserError(f"the tensors of {module} stand under {' and '.join(sorted(prefixes))}; download again")
+            raise UserError(f"the tensors of {module} are split over {' and '.join(sorted(prefixes))}; download again")
         (prefix,) = prefixes
         rows, columns = matrices[module].get_parameter("weight").shape
         shape, names = (rows, columns), (module, prefix, spec.engine_name(module))
@@ -245,27 +246,25 @@ def _layers(
             if scheme is not None:
                 _check_layer(prefix, tensors, reader.specs(scheme, *shape, "F16"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"layer {prefix}: config and tensors do not belong together ({error})") from error
+            raise UserError(f"layer {prefix}: config and tensors do not match ({error}); download again") from error
         if scheme is not None:
             stored = {local: entry for local, entry in tensors.items() if local != "bias"}
             layers[module] = StoredLayer(f"{prefix}.", shape, scheme, stored)
     if not layers:
-        raise UserError(
-            "no linear layer is quantized as the config says; config.json and weights do not belong together"
-        )
+        raise UserError("no linear layer is quantized as the config says; config.json and weights do not match")
     return layers
 
 
 def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
-    """Compare a quantized layer's tensors with those that its scheme requires; any float type does for scales."""
+    """Compare a quantized layer's tensors with those of its scheme; scales may have any float type."""
     for local, spec in needed.items():
         if local not in tensors:
             if local == _OPTIONAL:
                 continue
-            raise UserError(f"checkpoint lacks tensor '{prefix}.{local}' of a quantized layer; download it again")
+            raise UserError(f"tensor '{prefix}.{local}' of a quantized layer is missing; download the checkpoint again")
         actual = tensors[local].spec
         floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
-        # Writers differ in sides of 1: a scale of the matrix is [], [1] or [1, 1].
+        # Writers differ in dimensions of 1: a scale of the matrix is [], [1] or [1, 1].
         sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
         if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:
             raise UserError(
@@ -274,5 +273,5 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
             )
     if extra := sorted(tensors.keys() - needed.keys() - {"bias"}):
         raise UserError(
-            f"tensor '{tensors[extra[0]].name}' has no place in a layer of this scheme; it cannot be converted"
+            f"tensor '{tensors[extra[0]].name}' does not belong to a layer of this scheme; it cannot be converted"
         )

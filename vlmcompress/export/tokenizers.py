@@ -1,9 +1,9 @@
-"""Whether an engine with a tokenizer of its own reads texts as the model's tokenizer does.
+"""Compare the tokenizer of an engine with the model's tokenizer.
 
-GGUF and OpenVINO hold the tokenizer in their engine's form, made of `tokenizer.json`. One that cuts texts otherwise makes other
-prompts than the model knows. Both tokenizers get a conversation by the chat template, special tokens, words from all of the
-vocabulary, and texts with digits, spaces, punctuation and other scripts. llama.cpp splits text by patterns of its own, which
-differ from published ones in a few scripts: a small share of differences is a warning, all else a refusal.
+GGUF and OpenVINO store the tokenizer in their engine's form, converted from `tokenizer.json`. A tokenizer that splits texts
+differently would change the model's prompts. Both tokenizers get conversations rendered by the chat template, special tokens,
+words from the whole vocabulary, and texts with digits, spaces, punctuation and other scripts. llama.cpp splits text by its own
+patterns, which differ from published ones in a few scripts: a small share of differences is a warning, others are a refusal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vlmcompress.models import load_processor, quiet_transformers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import shortened
 
-WORDS, SPECIALS = 400, 150  # at most
-MOST = 0.05  # of words and texts, that may differ
+WORDS, SPECIALS = 400, 150  # maximum numbers
+MOST = 0.05  # share of words and texts that may differ
 QUESTION, ANSWER, FURTHER = (
     "How many people are on the platform at 10:45?",
     "Three.",
@@ -41,12 +41,12 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an engine's tokenizer and the model's make of the same texts.
+    """The comparison of an engine's tokenizer with the model's.
 
     Attributes:
-        texts: how many were compared; 0 where the engine is not installed.
-        problem: why prompts would be others, in a line; None: they are not.
-        warning: what else differs; None: nothing.
+        texts: number of compared texts; 0 if the engine is not installed.
+        problem: how prompts would differ, in a line; None: they are equal.
+        warning: other differences; None: none.
     """
 
     texts: int = 0
@@ -55,10 +55,10 @@ class Comparison:
 
 
 def compare_tokenizers(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Comparison:
-    """Compare the tokenizer of a format's engine with that of the model in a folder, or that was written into it.
+    """Compare the tokenizer of a format's engine with the model's tokenizer in a folder.
 
     Args:
-        exporter: a module of `vlmcompress.export.formats`; one whose engines read tokenizer.json has nothing to compare.
+        exporter: a module of `vlmcompress.export.formats`; nothing is compared if its engines read tokenizer.json.
         config: transformers' configuration with all defaults.
     """
     if not hasattr(exporter, "token_ids"):
@@ -66,7 +66,7 @@ def compare_tokenizers(exporter: Any, folder: Path, config: Mapping[str, Any]) -
     try:
         with quiet_transformers():
             processor = load_processor(folder)
-    except Exception:  # of many kinds; whatever loads the processor to use it says so
+    except Exception:  # any kind; the code that uses the processor reports it
         return Comparison()
     prompts, others = samples(processor)
     texts = [*prompts, *others]
@@ -92,7 +92,7 @@ def compare_tokenizers(exporter: Any, folder: Path, config: Mapping[str, Any]) -
             )
     if not differences:
         return Comparison(len(texts))
-    line = f"{exporter.TITLE} cuts {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
+    line = f"{exporter.TITLE} splits {len(differences)} of {len(texts)} texts into other tokens: {differences[0][1]}"
     if differences[0][0] in prompts or len(differences) > MOST * len(texts):
         return Comparison(len(texts), f"{line}. The model would read other prompts: write compressed-tensors")
     return Comparison(len(texts), warning=line)
@@ -104,13 +104,13 @@ def samples(processor: Any) -> tuple[list[str], list[str]]:
     added = tokenizer.get_added_vocab()
     words = sorted(set(tokenizer.get_vocab().values()) - set(added.values()))
     decoded = [tokenizer.decode([index]) for index in words[:: len(words) // WORDS + 1]]
-    decoded = [word for word in decoded if word.strip() and not set(word) & {"\ufffd", "\0"}]  # what no text has
+    decoded = [word for word in decoded if word.strip() and not set(word) & {"\ufffd", "\0"}]  # not in real texts
     joined = [" ".join(decoded[start : start + 8]) for start in range(0, len(decoded), 8)]
     return [*list(added)[:: len(added) // SPECIALS + 1], *_conversations(processor)], [*decoded, *joined, *TEXTS]
 
 
 def _conversations(processor: Any) -> list[str]:
-    """A prompt of one and of two questions as the chat template writes it; none where it takes no such."""
+    """Prompts of one and of two questions, rendered by the chat template; empty if it does not support them."""
     question, answer, further = ([{"type": "text", "text": text}] for text in (QUESTION, ANSWER, FURTHER))
     first = [{"role": "user", "content": [{"type": "image"}, *question]}]
     second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": further}]
@@ -118,6 +118,6 @@ def _conversations(processor: Any) -> list[str]:
     for conversation in (first, second):
         try:
             prompts.append(processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
-        except Exception:  # whatever a template raises; what calibrates or asks says so
+        except Exception:  # any error of a template; calibration and evaluation report it
             continue
     return prompts

@@ -1,11 +1,10 @@
-"""Refuse a model by its config files: sizes beyond all bounds, model types of no family, two models in one config.
+"""Refuse a model by its config files: sizes out of bounds, unknown model types, contradicting model types.
 
-A config is a few bytes that ask for modules, tables and images; one that asks for a million million layers keeps a machine
-busy for days. So sizes are checked before anything of these sizes is built. The bounds are several times what the largest
-models have.
+A config is a few bytes that determine the size of modules, tables and images; one with 10^12 layers would keep a machine busy
+for days. So sizes are checked before anything is built. The bounds are several times the sizes of the largest models.
 
-For a model type of no family the message says who knows it, what is missing here, and what to do. vLLM is not imported for
-that: its list of architectures is read as text, where it is installed.
+For an unknown model type the message says whether transformers and vLLM support it, and what to do. vLLM is not imported for
+that: its list of architectures is read as text, if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "ima
 REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
-"""Bound of integers whose key has no bound in `_BOUNDS`."""
+"""Bound of integers whose key is not in `_BOUNDS`."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
@@ -59,7 +58,7 @@ _BOUNDS: dict[int, tuple[str, ...]] = {
     1 << 28: ("max_position_embeddings", "shortest_edge", "longest_edge", "min_pixels", "max_pixels", "sliding_window"),
 }
 LARGEST = {key: bound for bound, keys in _BOUNDS.items() for key in keys}
-"""Key -> the largest number in its value, which may be a number, a list or a mapping."""
+"""Key -> bound of all numbers in its value, which may be a number, a list or a mapping."""
 
 
 def check_sizes(content: Mapping[str, Any], file: Path) -> None:
@@ -86,12 +85,12 @@ def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
 
 
 def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
-    """Raise `UserError` for a config of far more weights than the tensors in the files hold.
+    """Raise `UserError` for a config.json that implies far more weights than the files hold.
 
     Args:
-        weights: number of weights by config.json.
+        weights: number of weights according to config.json.
         headers: `{"dtype", "shape"}` of each tensor.
-        quantized: whether several weights may share a stored number, as 16 weights of 2 bits share one of 32.
+        quantized: whether a stored number may pack several weights, such as 16 weights of 2 bits in 32 bits.
     """
     stored = sum(math.prod(entry["shape"]) for entry in headers)
     if weights > stored * (16 if quantized else 2):
@@ -115,7 +114,7 @@ def check_processor(folder: Path) -> None:
 
 
 def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
-    """Yield (dotted path, key, value) of every number. In a list, or below a key without a bound, the outer key counts."""
+    """Yield (dotted path, key, value) of every number. In a list, or below a key without a bound, `key` is the outer key."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
             inner_key = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
@@ -142,15 +141,15 @@ UNSUPPORTED: dict[str, str] = {
     "qwen2_5_omni": f"{_OMNI} Qwen2.5-VL, of the type 'qwen2_5_vl'",
     "qwen3_omni_moe": f"{_OMNI} Qwen3-VL, of the type 'qwen3_vl' or 'qwen3_vl_moe'",
 }
-"""Model type -> why it is not supported, and what to take instead where there is something."""
+"""Model type -> why it is not supported, and an alternative if there is one."""
 
 
 def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:
-    """The error for a model type that no family has.
+    """Make the error for a model type without a family.
 
     Args:
-        config: the content of config.json, whose `model_type` is a text.
-        model_types: those of all families.
+        config: the content of config.json, whose `model_type` is a string.
+        model_types: the model types of all families.
     """
     model_type = config["model_type"]
     if model_type in UNSUPPORTED:
@@ -173,9 +172,9 @@ def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserErro
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` where config.json's `architectures` are not those of its `model_type`.
+    """Raise `UserError` if config.json's `architectures` do not match its `model_type`.
 
-    transformers goes by the one, vLLM by the other, so such a checkpoint would be two different models.
+    transformers uses `model_type` and vLLM `architectures`, so they would load different models.
     """
     architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
     names = _architectures(config)
@@ -208,7 +207,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 @cache
 def engine_architectures() -> frozenset[str]:
-    """The architectures in the installed vLLM's registry, read from its source; empty where vLLM is not installed here."""
+    """The architectures in the installed vLLM's registry, read from its source; empty if vLLM is not installed."""
     package = importlib.util.find_spec("vllm")
     for folder in (package.submodule_search_locations or []) if package else []:
         registry = Path(folder) / "model_executor" / "models" / "registry.py"

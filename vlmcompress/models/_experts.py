@@ -1,8 +1,8 @@
 """Experts of a mixture, each with linear layers of its own.
 
 transformers 5 keeps the experts of a block as two tensors, `gate_up_proj [experts, 2 * width, in]` and `down_proj
-[experts, in, width]`, in which no layer can be found, observed or replaced. Here each expert is a module with `gate_proj`,
-`up_proj` and `down_proj`, the names that vLLM looks for.
+[experts, in, width]`, so single layers cannot be found, observed or replaced. Here each expert is a module with `gate_proj`,
+`up_proj` and `down_proj`, the names that vLLM expects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Expert(nn.Module):
     """One expert: `down(act(gate(x)) * up(x))`.
 
     Attributes:
-        rows: while it runs, indices `[n]` of its tokens among the block's; else None.
+        rows: indices `[n]` of its tokens among the block's tokens while it runs; else None.
     """
 
     def __init__(self, width: int, inner: int, act: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None):
@@ -47,8 +47,8 @@ class Experts(nn.ModuleList):
     """The experts of one block, `experts.0`, `experts.1` and so on.
 
     Attributes:
-        all_tokens: every expert runs on all tokens, so that calibration sees enough of them. Only tokens that the router sent
-            count in the output.
+        all_tokens: whether every expert runs on all tokens, so that calibration sees enough of them. The output still includes
+            only routed tokens.
     """
 
     all_tokens = False
@@ -70,9 +70,9 @@ class Experts(nn.ModuleList):
         output = torch.zeros_like(hidden_states)
         experts: Any = self
         for number, expert in enumerate(experts):
-            # The tokens that chose this expert, and as which of their k choices; [rows].
+            # The tokens routed to this expert, and the position of this expert among their k experts; [rows].
             rows, place = torch.where(top_k_index == number)
-            # In calibration every expert sees all tokens, so that rare ones have statistics; only those that chose it count.
+            # In calibration every expert sees all tokens, so that rarely used ones have statistics; only routed ones count.
             tokens = torch.arange(len(hidden_states), device=hidden_states.device) if self.all_tokens else rows
             if not len(tokens):
                 continue
@@ -111,12 +111,12 @@ def without_experts(kind: type[PreTrainedModel], spec: ModelSpec) -> type[PreTra
 
 
 def put_in(model: PreTrainedModel, meta_model: PreTrainedModel, stored: Mapping[str, Entry]) -> None:
-    """Give a model of `without_experts` its experts, memory-mapped from the files: they are read on first use.
+    """Add the experts to a model of `without_experts`, memory-mapped from the files: they are read on first use.
 
     Args:
         model: the model, changed in place.
-        meta_model: the model on the meta device, whose experts it gets; those may have the tensors of quantized layers.
-        stored: memory name of each tensor of an expert -> where it is.
+        meta_model: the model on the meta device, whose expert modules are used; they may have the tensors of quantized layers.
+        stored: memory name of each tensor of an expert -> its place on disk.
     """
     model.__class__ = type(meta_model)
     weights = tensor_files.map_tensors(stored)
@@ -133,10 +133,11 @@ def put_in(model: PreTrainedModel, meta_model: PreTrainedModel, stored: Mapping[
 
 
 def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
-    """Replace the fused tensors in a list of stored tensors by one entry for each expert's part.
+    """Replace fused tensors in a list of stored tensors by one entry per expert and layer.
 
     transformers saves `gate_up_proj [experts, 2 * width, in]` and `down_proj [experts, in, width]`; published checkpoints
-    of Qwen3-VL have both transposed. The two shapes of a block tell which it is, also where one of them is square.
+    of Qwen3-VL have both transposed. The shapes of a block's two tensors determine the layout, even if one of them is square.
+    Raises `UserError` if one is missing or the shapes do not match.
     """
     split_entries, by_name = list[Entry](), {entry.name: entry for entry in entries}
     for entry in entries:
@@ -154,7 +155,7 @@ def one_by_one(entries: list[Entry], spec: ModelSpec) -> list[Entry]:
 
 
 def _transposed(gate_up: Entry, down: Entry) -> bool:
-    """Whether fused experts are stored as `[experts, in, out]`. UserError: the two shapes do not fit."""
+    """Whether fused experts are stored as `[experts, in, out]`. Raises `UserError` if the two shapes do not match."""
     (n, a, b), (m, c, d) = gate_up.spec.shape, down.spec.shape
     if n == m and min(a, b, c, d) > 0:
         if (a, b) == (2 * d, c):
@@ -173,7 +174,7 @@ def _parts(entry: Entry, parent: str, names: tuple[str, ...], transposed: bool) 
     step = (entry.end - entry.start) // count
     out, width = (columns, rows) if transposed else (rows, columns)
     spec = Spec(entry.spec.dtype, (out // len(names), width))
-    # Experts lie one after another, [experts, ...]; transposed parts are columns of each, the others rows.
+    # Experts are stored one after another, [experts, ...]; gate and up are columns of each if transposed, else rows.
     for number in range(count):
         start = entry.start + number * step
         for place, name in enumerate(names):
@@ -187,7 +188,7 @@ def _parts(entry: Entry, parent: str, names: tuple[str, ...], transposed: bool) 
 
 
 def _is_fused(entry: Entry, spec: ModelSpec) -> bool:
-    """Whether a stored tensor holds all experts of a decoder's block. Those of an MTP head are left alone."""
+    """Whether a stored tensor holds all experts of a decoder block. Tensors of an MTP head do not count."""
     parent, _, leaf = entry.name.rpartition(".")
     inside = spec.experts is not None and re.search(rf"\.\d+\.{re.escape(spec.experts)}$", parent)
     return bool(inside) and leaf in ("gate_up_proj", "down_proj") and not parent.startswith("mtp.")

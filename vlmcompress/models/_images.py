@@ -1,9 +1,9 @@
-"""What a processor makes of an image: what each visual token shows, and settings with which there are fewer tokens.
+"""How a processor tokenizes an image: the part that each visual token shows, and settings that give fewer tokens.
 
 Both are computed from an image's size alone, by functions of the families' files. A `ModelSpec.layout` repeats the arithmetic
 of the family's processor and model in transformers, without opening an image. A `ModelSpec.sizes` lists settings from the one
-with the fewest tokens to the one that the processor has. All of them keep the image's shape and are settings that the family's
-own processor has, so that whatever engine reads the checkpoint's processor makes images of that size.
+with the fewest tokens to the processor's current one. All of them keep the image's aspect ratio and exist in the family's own
+processor, so that every engine that reads the checkpoint's processor files produces images of that size.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Box = tuple[float, float, float, float]
-"""A box: left, top, right and bottom, in pixels of the original image; outside of it where padding is shown."""
+"""A box: left, top, right and bottom, in pixels of the original image; it extends beyond the image where padding is shown."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an image: `rows x columns` tokens in raster order. Of a very narrow image there may be a piece without columns.
+    """A part of an image: `rows x columns` tokens in raster order. For a very narrow image `columns` may be 0.
 
-    newlines: a token that shows nothing ends each row ("rows"), or the piece ("end"), or there is none ("").
-    tiles: pictures of the encoder whose tokens are put together in the piece; None: the encoder sees it as one picture.
+    newlines: whether a token that shows nothing ends each row ("rows"), ends the piece ("end"), or does not exist ("").
+    tiles: encoder inputs whose tokens are joined in the piece; None: the piece is one encoder input.
     """
 
     rows: int
@@ -63,7 +63,8 @@ class Layout:
 
     @staticmethod
     def of_tiles(n: int, across: int, down: int, width: int, height: int) -> Layout:
-        """Tiles of `n x n` tokens that fill the image, row by row, then the whole image; it alone where there is one tile."""
+        """Tiles of `n x n` tokens that fill the image, row by row, then the whole image; only the latter if there is one
+        tile."""
         whole = Piece.whole(n, n, width, height)
         if across * down == 1:
             return Layout((whole,))
@@ -93,7 +94,7 @@ class Layout:
 
 
 Cut = Callable[[Any, int, int, int], Layout]
-"""A function of `(processor, width, height, images)`: the layout of an image of that size among so many in a prompt."""
+"""A function of `(processor, width, height, images)` that returns the layout of an image in a prompt with `images` images."""
 
 
 def cut(box: Box, size: tuple[float, float], start: tuple[float, float], part: dict) -> Box:
@@ -104,12 +105,12 @@ def cut(box: Box, size: tuple[float, float], start: tuple[float, float], part: d
 
 
 def side_length(value: int | Sequence[int]) -> int:
-    """A side that a config gives as one number or as one for each direction."""
+    """A side length that a config gives as one number, or as one per direction (which must be equal)."""
     return value if isinstance(value, int) else value[0]
 
 
 def square_patches(vision: Any) -> int:
-    """Patches of a picture that the encoder of this `vision_config` sees, where all have one size."""
+    """Number of patches per encoder input for this `vision_config`, where all inputs have one size."""
     return (side_length(vision.image_size) // side_length(vision.patch_size)) ** 2
 
 
@@ -118,9 +119,9 @@ class ImageSetting:
     """A setting of a processor.
 
     Attributes:
-        tokens: the most visual tokens of an image of an ordinary shape.
-        image_processor: settings of the image processor that differ from those it has.
-        config: entries of config.json that have to agree.
+        tokens: most visual tokens of an image with a usual aspect ratio.
+        image_processor: settings of the image processor to change.
+        config: entries of config.json that have to change along.
     """
 
     tokens: int
@@ -128,7 +129,7 @@ class ImageSetting:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def applied(self, processor: Any) -> Any:
-        """A copy of the processor that has this setting."""
+        """A copy of the processor with this setting."""
         image_processor = processor.image_processor
         changed = copy.copy(processor)
         changed.image_processor = type(image_processor).from_dict(
@@ -138,4 +139,4 @@ class ImageSetting:
 
 
 Sizes = Callable[[Any], list[ImageSetting]]
-"""A function of a processor: its settings, those with the fewest tokens first; the last one is as it is now."""
+"""A function of a processor that returns its settings, with increasing tokens; the last one is the current setting."""

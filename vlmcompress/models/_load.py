@@ -63,7 +63,7 @@ class VLM:
 
 
 def spec_for(config: dict) -> ModelSpec:
-    """The family of a config.json, by its `model_type`. Raises `UserError` for one of no family, or of two at once."""
+    """The family of a config.json, by its `model_type`. Raises `UserError` if there is none, or if the config is ambiguous."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
@@ -79,8 +79,8 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
     Args:
-        weights: False: the folder may lack weight files.
-        ours_only: False: any model type that transformers has.
+        weights: whether weight files must exist.
+        supported_only: whether the model type must have a family here; else any model type of transformers works.
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
     spec = spec_for(content) if supported_only else None
@@ -97,7 +97,7 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
             )
         if spec:
             _experts.split_experts(meta_model, spec)
-    except Exception as error:  # any value in a config can be wrong, and each raises something of its own
+    except Exception as error:  # a wrong value in a config can raise anything
         raise UserError(f"{file} is not a valid config ({error_text(error)}); restore it from the source") from error
     if weights:
         parameters = sum(parameter.numel() for parameter in meta_model.parameters())
@@ -118,7 +118,10 @@ def load(
         path: folder of a Hugging Face checkpoint.
         device: where the weights go.
         dtype: floating-point type of the weights; None: that of the checkpoint (`FloatType`).
-        trust_remote_code: run Python code that the folder brings along. Only then may its config have an `auto_map`.
+        trust_remote_code: run Python code from the folder. Only then may its config have an `auto_map`.
+
+            Raises:
+            UserError: the checkpoint is missing, damaged or not supported.
         check: read all weights to refuse NaN and infinity; False: only those that are stored in another type, as the caller
             checks the others when it reads them.
     """
@@ -156,19 +159,19 @@ def open_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of transformers with `output_loading_info`, but of the tensors that `stored_tensors` finds, with the
-    experts of a mixture one by one, and with packed embeddings.
+    """Call transformers' `from_pretrained` with the tensors of `stored_tensors`; returns the model and its loading info.
 
-    transformers 5.17 would choose the weight files by rules of its own, and put adapters that lie next to them into the model
-    (`maybe_load_adapters` in `integrations/peft.py`), so it gets the tensors. It builds the experts of a mixture fused, which
-    compressed-tensors cannot quantize, and reads no checkpoint of Qwen3-VL that has them one by one. So it opens the model
-    without them, and they are put in.
+    Unlike `from_pretrained` alone this supports one module per expert of a mixture, and packed embeddings. transformers 5.17
+    would select weight files by its own rules and apply adapters next to them (`maybe_load_adapters` in
+    `integrations/peft.py`), so it gets the tensors. It fuses the experts of a mixture, which compressed-tensors cannot
+    quantize, and cannot read checkpoints of Qwen3-VL with separate experts, so it opens the model without experts, and they
+    are added afterwards.
 
     Args:
         path: folder of a checkpoint, plain or in compressed-tensors.
-        meta_model: the model on the meta device, whose parts may be used in the result; None: it is made if needed.
+        meta_model: the model on the meta device, whose modules may be used in the result; None: built if needed.
         dtype: floating-point type of the weights, or its name; "auto" or None: that of the checkpoint (`FloatType`).
-        trust_remote_code: run Python code that the folder brings along.
+        trust_remote_code: run Python code from the folder.
         options: further arguments of `from_pretrained`.
     """
     path, content = Path(path), read_config(path)
@@ -179,7 +182,7 @@ def open_model(
         weights = [entry.spec for name, entry in stored.items() if "scale" not in name.rpartition(".")[2]]
         dtype = FloatType.of(content, weights).dtype
     if (path / "generation_config.json").is_file():
-        with contextlib.suppress(OSError):  # not readable: that of the config, as in transformers
+        with contextlib.suppress(OSError):  # unreadable: keep the config's, as transformers does
             options["generation_config"] = GenerationConfig.from_pretrained(path, local_files_only=True)
     inside = f".{spec.experts}." if spec else ""
     plain = {name: entry for name, entry in stored.items() if not inside or inside not in name}
@@ -189,15 +192,17 @@ def open_model(
         compressed(meta_model, content.get("quantization_config") or {})
     with contextlib.ExitStack() as opened:
         files = {file: opened.enter_context(safe_open(file, "pt")) for file in {entry.file for entry in plain.values()}}
-        # Slices, which transformers reads one by one as it fills the model: the weights are in memory once.
+        # Slices, which transformers reads one by one while filling the model, so the weights are in memory only once.
         tensors = {flattened(name): files[entry.file].get_slice(name) for name, entry in plain.items()}
         opened.enter_context(_packed_embeddings())
         if spec:
-            opened.enter_context(quiet_transformers())  # it would report the experts as lacking
+            opened.enter_context(quiet_transformers())  # it would report the experts as missing
         options |= {"config": config, "state_dict": tensors, "dtype": dtype, "output_loading_info": True}
         # No path: with one, transformers would look for weight files and adapters itself.
         model, info = kind.from_pretrained(None, **options)
-    model.name_or_path = model.config.name_or_path = str(path)  # where tools on transformers look for the files
+    model.name_or_path = model.config.name_or_path = str(
+        path
+    )  # where tools that build on transformers look for the files
     if spec and meta_model is not None:
         names = {key: disk for key, disk in disk_names(meta_model, stored).items() if inside in key}
         _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})
@@ -205,7 +210,7 @@ def open_model(
 
 
 def _class(path: Path, content: dict[str, Any], trust_remote_code: bool) -> tuple[PreTrainedConfig, Any]:
-    """Config and class of a model: transformers' own, or those of the folder's Python code where it is trusted."""
+    """Config and class of a model: transformers' own, or those of the folder's Python code if that is trusted."""
     reference = (content.get("auto_map") or {}).get("AutoModelForImageTextToText") if trust_remote_code else None
     if reference:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=True)
@@ -215,15 +220,15 @@ def _class(path: Path, content: dict[str, Any], trust_remote_code: bool) -> tupl
 
 
 def _lacking(info: Mapping[str, Any]) -> set[str]:
-    """Tensors that a checkpoint lacks, without those that config.json says."""
+    """Tensors that are missing in a checkpoint, except those computed from config.json."""
     return {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}
 
 
 @contextlib.contextmanager
 def _packed_embeddings() -> Iterator[None]:
-    """Let transformers 5.17 initialize an embedding that has no `weight`, as of linear layers it does."""
-    # transformers/modeling_utils.py::PreTrainedModel._init_weights reads `weight` of every embedding; one that is quantized
-    # has `weight_packed`. Goes when it asks for the attribute first.
+    """Let transformers 5.17 initialize an embedding without `weight`, as it already does for linear layers."""
+    # transformers/modeling_utils.py::PreTrainedModel._init_weights reads `weight` of every embedding; a quantized one has
+    # `weight_packed` instead. Can go when transformers checks for the attribute.
     plain = PreTrainedModel._init_weights
 
     def initialize(self: PreTrainedModel, module: nn.Module) -> None:
@@ -241,7 +246,7 @@ def compressed(meta_model: PreTrainedModel, block: Mapping[str, Any]) -> None:
     """Give a meta model (shapes only) the layers that transformers builds for a `quantization_config` of compressed-tensors."""
     if not block.get("config_groups") and not block.get("kv_cache_scheme"):
         return
-    # transformers' quantizer turns modules into those of compressed-tensors, as `from_pretrained` does of such a checkpoint.
+    # transformers' quantizer replaces modules by those of compressed-tensors, as `from_pretrained` does for such a checkpoint.
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
         quantizer = AutoHfQuantizer.from_config(CompressedTensorsConfig.from_dict(dict(block)), pre_quantized=True)
         quantizer.validate_environment()
@@ -265,7 +270,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_closed() -> Iterator[None]:
-    """Within the context nothing is written to standard error: a panic of Rust, an exception here, prints its stack there."""
+    """Within the context standard error is closed: a Rust panic, which becomes an exception here, prints its stack there."""
     sys.stderr.flush()
     descriptor, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
@@ -278,7 +283,7 @@ def _stderr_closed() -> Iterator[None]:
 
 
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Load the processor of the model in `path`. UserError when it cannot be loaded or takes no images."""
+    """Load the processor of the model in `path`. Raises UserError if it cannot be loaded or takes no images."""
     check_processor(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
     with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
@@ -292,7 +297,7 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def check_template(processor: Any, path: str | Path) -> None:
-    """Raise `UserError` for a chat template that exceeds its bounds on a short conversation (`_template.endless`)."""
+    """Raise `UserError` for a chat template that takes too long or too much memory (`_template.endless`)."""
     for owner in (processor, getattr(processor, "tokenizer", None)):
         templates = getattr(owner, "chat_template", None)
         for template in templates.values() if isinstance(templates, dict) else [templates]:
@@ -314,8 +319,8 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
 
 
 def _check_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str]) -> None:
-    """Raise `UserError` for a tied parameter that is stored with values of its own: transformers 5 takes them (`tie_weights` in
-    `modeling_utils.py`), vLLM does not read them."""
+    """Raise `UserError` for a tied parameter that is also stored, with different values: transformers 5 uses them
+    (`tie_weights` in `modeling_utils.py`), vLLM ignores them."""
     for name, other in tied_names(meta_model).items():
         if name not in names or other not in names:
             continue
@@ -349,7 +354,7 @@ def _check_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str], 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint by its config.json and the headers of its weight files. Made once, with `Source.of`, and passed on.
+    """A checkpoint's config.json and the headers of its weight files. Create it once, with `Source.of`, and pass it on.
 
     Attributes:
         path: the checkpoint's folder.
@@ -386,7 +391,7 @@ class Source:
 
     @staticmethod
     def outline(path: Path) -> Source:
-        """A checkpoint of which only config.json is there: every tensor of the model, in the config's type, by memory name."""
+        """A source for a folder with only config.json: every tensor of the model, in the config's dtype, by memory name."""
         config = read_config(path, weights=False)
         spec = spec_for(config)
         model = build_meta_model(path, weights=False)
@@ -402,34 +407,34 @@ class Source:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Tensor name on disk -> where its bytes are."""
+        """Tensor name on disk -> location of its bytes."""
         on_disk = stored_tensors(self.path)
         return {name: replace(on_disk[self.copies.get(name, name)], name=name) for name in self.stored}
 
     @cached_property
     def float_type(self) -> FloatType:
-        """The type of the model's floating tensors when it is loaded, and as they are written."""
+        """The type of the model's floating tensors in memory and in written checkpoints."""
         return FloatType.of(self.config, self.stored.values(), self.choice, self.spec, self.meta_model)
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Tensor name on disk -> type and shape in which it is written where it is not quantized."""
+        """Tensor name on disk -> type and shape in which it is written if it is not quantized."""
         memory = {disk: name for name, disk in self.names.items()}
         return {name: self.float_type.spec(memory.get(name, name), spec) for name, spec in self.stored.items()}
 
     @cached_property
     def written(self) -> dict[str, str]:
-        """Memory name of a parameter -> its name in a checkpoint made from this one, by which every engine finds it."""
+        """Memory name of a parameter -> its name in written checkpoints, which every engine finds."""
         return written_names(self.names, self.spec)
 
     @cached_property
     def unfound(self) -> dict[str, str | None]:
-        """Name on disk of a tensor that vLLM does not find -> the name it is written under; None: it is left out."""
+        """Name on disk of a tensor that vLLM does not find -> its name in written checkpoints; None: it is left out."""
         return unfound(self.names, self.spec, self.stored)
 
     @property
     def vlm(self) -> VLM:
-        """The model as a `VLM` without weights and processor, for code that needs modules and shapes alone."""
+        """The model as a `VLM` without weights and processor, for code that only needs modules and shapes."""
         return VLM(self.meta_model, None, self.spec, self.path)
 
     def shapes(self, group: Group) -> list[tuple[int, int]]:
@@ -443,7 +448,7 @@ class Source:
 
 
 def cast_text(source: Source) -> list[str]:
-    """A line about stored tensors that are written in another type, or stay in float32; empty where there is nothing to say."""
+    """At most one message, about stored tensors that are written in another type or stay in float32."""
     name = source.float_type.name
     changed = [source.stored[key].dtype for key, spec in source.specs.items() if spec.dtype != source.stored[key].dtype]
     if changed and source.choice == "auto":

@@ -1,10 +1,10 @@
-"""The modules of a model (its meta model will do): which linear layers are quantized together, and what stays in 16 bits.
+"""The modules of a model (or its meta model): which linear layers are quantized together, and what stays in 16 bits.
 
-Each format's config block names the parts that stay in its own way (`vlmcompress.export.formats`), and each reader compares the
-entries with names of another kind: in memory (transformers), on disk or in vLLM.
+Each format lists the 16-bit parts in its own way (`vlmcompress.export.formats`), and readers compare the entries with
+different names: in memory (transformers), on disk, or in vLLM.
 
-A head that drafts tokens for speculative decoding is such a part: vLLM has a class for it, transformers drops it. It shares the
-model's embedding and output head and stays in 16 bits; its tensors are carried as they are, byte for byte.
+One such part is a draft head for speculative decoding: vLLM has a class for it, transformers drops it. It shares the model's
+embedding and output head and stays in 16 bits; its tensors are copied byte for byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def attentions(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Full names of the decoder's attention modules, in order: those that have a cache of keys and values."""
+    """Full names of the decoder's attention modules, in order, that have a cache of keys and values."""
     paths = [f"{block}.self_attn" for block in decoder_layers(model, spec)]
     modules = dict(model.named_modules())
     return [path for path in paths if path in modules]
@@ -45,7 +45,7 @@ def layer_class(model: nn.Module, spec: ModelSpec) -> str:
 def resolve_groups(model: nn.Module, spec: ModelSpec) -> list[Group]:
     """The linear groups of all decoder blocks, block by block, in the order in which a block runs them.
 
-    A linear layer that no template names (a variant of the family) is a group of its own, without smoothing.
+    A linear layer without a template (in a variant of the family) forms its own group, without smoothing.
     """
     all_groups: list[Group] = []
     for index, block in enumerate(decoder_layers(model, spec)):
@@ -58,9 +58,9 @@ def resolve_groups(model: nn.Module, spec: ModelSpec) -> list[Group]:
 
 
 def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
-    """The linear groups of the vision tower's blocks, as far as an engine can run them quantized.
+    """The linear groups of the vision tower's blocks that an engine can run quantized.
 
-    Patch embedding, merger and projector are not among them, nor is a layer that no template names.
+    Patch embedding, merger and projector are excluded, and so are layers without a template.
     """
     return [
         group
@@ -88,7 +88,7 @@ def decoder_blocks(model: nn.Module, spec: ModelSpec) -> list[list[Group]]:
 
 
 def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGroup, ...]) -> list[Group]:
-    """The groups of one block whose layers it has."""
+    """The groups of one block, without those whose layers it does not have."""
     linears = _linears(model, block)
     modules = dict(model.get_submodule(block).named_modules())
     groups: list[Group] = []
@@ -115,7 +115,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
 
 
 def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
-    """Yield (template, expert): templates with `{}` once for each expert, with its number in; others with None."""
+    """Yield (template, expert): templates with `{}` once per expert, with its number filled in; others with None."""
     names = list(linears)
     for numbered, some in itertools.groupby(templates, lambda template: "{}" in template.name):
         if not numbered:
@@ -139,20 +139,20 @@ def _linears(model: nn.Module, block: str) -> dict[str, nn.Linear]:
 
 
 def _fits(op: nn.Module, linears: list[nn.Linear]) -> bool:
-    """Whether each output channel of `op` is one input channel of `linears`, so that `op` can take a scale in.
+    """Whether each output channel of `op` is one input channel of `linears`, so that a scale can be folded into `op`.
 
-    It is not for v_proj and o_proj with grouped-query attention, where a value head feeds several query heads.
+    This is false for v_proj and o_proj with grouped-query attention, where a value head feeds several query heads.
     """
     weight = getattr(op, "weight", None)
     return weight is not None and all(weight.shape[0] == linear.in_features for linear in linears)
 
 
 def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], names: Mapping[str, str]) -> list[Kept]:
-    """The largest parts of the model that hold linear layers, or routers, and no quantized one, and what each is called.
+    """The largest parts of the model with linear layers or routers, none of them quantized, and their names.
 
     Args:
         model: the model, or its meta model.
-        quantized: memory names of the layers that are quantized.
+        quantized: memory names of the quantized layers.
         names: memory name -> disk name, from `disk_names`.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -163,7 +163,7 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
     kept = []
     for path, is_leaf in _subtrees(model, layers, _above(layers), quantized, above, roots):
         forms = module_names(path, spec, names)
-        # Qwen2-VL's decoder is `model` on disk, which is also what its tower lies under in memory.
+        # Qwen2-VL's decoder is `model` on disk, and in memory its tower is below `model` too.
         safe = forms if is_leaf else tuple(form for form in forms if form not in above)
         kept.append(Kept(safe, not is_leaf))
         if is_leaf and keys_are_values(path, names):
@@ -193,12 +193,13 @@ def _subtrees(
     roots: set[str],
     path: str = "",
 ) -> Iterator[tuple[str, bool]]:
-    """`(path, is it one linear layer)` of the largest subtrees that hold linear layers and no quantized one.
+    """`(path, whether it is a single linear layer)` of the largest subtrees that hold linear layers but no quantized one.
 
     Args:
-        layers: linear layers and routers; `hold`: these and everything above them.
-        quantized: those of them that are quantized; `above`: these and everything above them.
-        roots: subtrees that count even without a linear layer: the engine may use one where transformers does not.
+        layers: linear layers and routers; `hold`: these and all their parents.
+        quantized: the quantized ones; `above`: these and all their parents.
+        roots: subtrees that are included even without a linear layer, as the engine may use one where transformers does
+            not.
     """
     for child, module in model.named_children():
         name = f"{path}.{child}" if path else child
@@ -214,7 +215,7 @@ def _subtrees(
 
 
 def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Memory names of what sends tokens to experts: engines run them as linear layers, and they stay in 16 bits."""
+    """Memory names of the routers of mixtures, which engines run as linear layers; they stay in 16 bits."""
     if spec.router is None:
         return []
     paths = [name for name, _ in model.named_modules() if name.endswith(f".{spec.router}")]
@@ -222,7 +223,7 @@ def routers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def _above(names: Collection[str]) -> set[str]:
-    """Names of modules, with those of all their parents."""
+    """The given names of modules and the names of all their parents."""
     parents = set[str]()
     for name in names:
         while name and name not in parents:
@@ -232,7 +233,7 @@ def _above(names: Collection[str]) -> set[str]:
 
 
 def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
-    """The names of the module `path`: in memory, on disk (one or, where its parts are renamed differently, more), in vLLM."""
+    """The names of the module `path`: in memory, on disk (several if its parts are renamed differently), and in vLLM."""
     forms = [path]
     for memory, disk in names.items():
         suffix = memory.removeprefix(path)
@@ -243,7 +244,7 @@ def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
 
 
 def draft_tensors(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
-    """The tensor names of the draft head, of a checkpoint's names."""
+    """The names in `stored` that belong to the draft head."""
     return [name for name in stored if spec.draft and name.startswith(f"{spec.draft.prefix}.")]
 
 
@@ -254,18 +255,18 @@ def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
 
 
 def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
-    """Number of decoder blocks of the draft head by config.json; 0: it has none."""
+    """Number of decoder blocks of the draft head according to config.json; 0: there is no head."""
     value = _text(config).get(spec.draft.blocks) if spec.draft else None
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
-    """The draft head as a part that stays in 16 bits; empty where the checkpoint has none."""
+    """The draft head as a part that stays in 16 bits; empty if the checkpoint has none."""
     return [Kept((spec.draft.prefix,), True, draft=True)] if spec.draft and draft_tensors(spec, stored) else []
 
 
 def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
-    """Why the draft head can't be copied: it does not match config.json, or is quantized. None: it can, or there is none."""
+    """Why the draft head cannot be copied: it does not match config.json, or is quantized. None if it can, or is missing."""
     names = draft_tensors(spec, stored)
     if not spec.draft or not names:
         return None
@@ -283,7 +284,7 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
 
 
 def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> str | None:
-    """A message where config.json has a draft head and the weight files do not; else None."""
+    """A message if config.json has a draft head but the weight files do not; else None."""
     said = draft_blocks(spec, config)
     if not said or not spec.draft or draft_tensors(spec, stored):
         return None
@@ -300,8 +301,8 @@ def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[s
 
 
 def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
-    """The draft head's tensors by config.json alone: blocks like the decoder's with attention, a matrix that joins hidden
-    state and embedding, three norms."""
+    """Name -> type and shape of the draft head's tensors, from config.json alone: decoder blocks with attention, a matrix that
+    joins hidden state and embedding, and three norms."""
     count, text = draft_blocks(spec, config), meta_model.config.get_text_config()
     if not spec.draft or not count:
         return {}
@@ -316,7 +317,7 @@ def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrain
 
 
 def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:
-    """config.json's content, with 0 blocks of a draft head where its tensors are lost."""
+    """config.json's content, with 0 draft head blocks if the head's tensors are missing."""
     changed: Any = copy.deepcopy(dict(config))
     if spec.draft and draft_lost(spec, config, stored):
         _text(changed)[spec.draft.blocks] = 0

@@ -1,7 +1,7 @@
 """Three namings of one tensor: in memory (transformers 5), on disk (hub or transformers' own), in the engine (vLLM).
 
-Disk -> memory is transformers' own renaming, run on the checkpoint's names exactly as `from_pretrained` runs it, so it
-is right for hub names, for names saved by transformers 5 and for whatever a later release adds; nothing is guessed.
+Disk -> memory is transformers' own renaming, run on the checkpoint's names exactly as `from_pretrained` runs it, so it is
+correct for hub names, for names saved by transformers 5, and for those of later releases.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _QUANTIZED = frozenset(
     + ("weight_global_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB")
 )
 COMPUTED = "embed_tokens.embed_scale"
-"""Gemma's factor of embeddings, which transformers takes from config.json and stores nowhere: where the embedding is quantized
-compressed-tensors makes it one of the stored tensors all the same."""
+"""Gemma's embedding scale, which transformers computes from config.json and does not store; but if the embedding is quantized,
+compressed-tensors stores it."""
 _WRAPPERS = {
     "module": "DataParallel, DistributedDataParallel and DeepSpeed",
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
     "base_model.model": "PEFT",
 }
-"""Part of a name that a training library puts into all names -> the library."""
+"""Prefix that training libraries add to all names -> these libraries."""
 _TOWERS = ("model.visual.", "model.vision_tower.", "model.vision_model.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NESTED, _NESTED_TOWER = re.compile(r"^model\.(language_model\.){2,}"), re.compile(r"^model\.language_model\.visual\.")
@@ -43,9 +43,9 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
         model: the model, or its meta model.
         disk_tensors: tensor names of the checkpoint.
 
-    A tied tensor (lm_head sharing the embedding) that the checkpoint does not hold has no entry. Raises `UserError`
-    when a checkpoint tensor is not in the model, when two map to one, when a tensor is missing, and when transformers
-    would merge or split tensors at load (such a tensor has no single name on disk).
+    A tied tensor (lm_head sharing the embedding) that is not in the checkpoint has no entry. Raises `UserError` if a
+    checkpoint tensor is not in the model, if two map to the same one, if a tensor is missing, or if transformers would merge
+    or split tensors at load (so that they have no single name on disk).
     """
     state = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
@@ -70,7 +70,7 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
 
 
 def _why_unplaced(disk: str) -> str:
-    """Why a tensor of a checkpoint has no place in the model, as far as its name tells, and what to do."""
+    """The likely reason, judged by its name, why the model has no such tensor, and what to do."""
     parts = disk.split(".")
     if any(part.startswith(("lora_", "base_layer", "modules_to_save")) for part in parts):
         return "it is of a model with a PEFT adapter that is not merged; save the merged one (merge_and_unload)"
@@ -83,7 +83,7 @@ def _why_unplaced(disk: str) -> str:
 
 
 def _why_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """The message for a checkpoint that lacks tensors of a model: `missing`, by their memory names."""
+    """The message for a checkpoint without some of the model's tensors; `missing`: their memory names."""
     if [name.rpartition(".")[0] for name in missing] == ["lm_head"]:
         where = ""
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
@@ -107,7 +107,7 @@ def _why_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
 
 
 def flattened(name: str) -> str:
-    """A tensor's name on disk, without the parts that releases of transformers from 5.3 to 5.5 and tools on them put in twice.
+    """A tensor's name on disk, without the parts duplicated by transformers 5.3 to 5.5 and tools based on them.
 
     They saved Qwen3.5 as `model.language_model.language_model.language_model.*`, and its tower within the language model.
     """
@@ -117,7 +117,7 @@ def flattened(name: str) -> str:
 def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
     """Map the name of each checkpoint tensor to its memory name, whether or not the model has such a tensor.
 
-    Tensors of quantized layers (`...down_proj.weight_packed`, `...weight_scale`) go where the layer's `weight` goes.
+    Tensors of quantized layers (`...down_proj.weight_packed`, `...weight_scale`) are renamed like the layer's `weight`.
     """
     state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
@@ -126,7 +126,7 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
 
     def rename(disk: str) -> str:
         disk = flattened(disk)
-        merging = [] if _EXPERT.search(disk) else converters  # one by one in memory, too
+        merging = [] if _EXPERT.search(disk) else converters  # separate experts also in memory
         memory, converter = rename_source_key(disk, renamings, merging, model.base_model_prefix, state)
         if converter is not None:
             raise UserError(f"tensor '{disk}' is merged or split with others at load ({converter}); not supported")
@@ -161,7 +161,7 @@ def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = (
 
 
 def unwritten_names(names: Mapping[str, str], stored: Iterable[str]) -> list[str]:
-    """Stored tensors that are not written: `position_ids` of old transformers, which no reader of today has a place for."""
+    """Stored tensors that are not written: `position_ids` of old transformers, which current readers do not accept."""
     placed = set(names.values())
     return [disk for disk in stored if disk.endswith(".position_ids") and disk not in placed]
 
@@ -174,9 +174,9 @@ def unfound_text(lost: Mapping[str, str | None]) -> str:
 
 
 def written_names(names: Mapping[str, str], spec: ModelSpec) -> dict[str, str]:
-    """Memory name of each tensor -> the name under which a checkpoint made of this one has it.
+    """Memory name of each tensor -> its name in checkpoints made from this one.
 
-    These are the names on disk if vLLM finds every tensor by them; else those of the hub, which every reader knows.
+    These are the names on disk if vLLM finds every tensor by them; otherwise those of the hub, which every reader knows.
     """
     return {memory: spec.hub_name(memory) for memory in names} if unfound(names, spec) else dict(names)
 
@@ -187,6 +187,6 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def _ignored(model: PreTrainedModel, memory: str) -> bool:
-    """Whether transformers ignores this tensor on purpose, such as rotary tables in old checkpoints."""
+    """Whether transformers deliberately ignores this tensor, such as rotary tables in old checkpoints."""
     patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"} | set(model._keys_to_ignore_on_load_unexpected or ())
     return any(re.search(pattern, memory) for pattern in patterns)

@@ -1,8 +1,8 @@
-"""How many visual features a model has for its inputs, and the settings by which its processor writes as many placeholders.
+"""The number of visual features that a model computes for its inputs, and the processor settings for as many placeholders.
 
-The processor computes its number from settings of its own, which have to say what config.json says: transformers, and people,
-save them apart. Where they differ, most models of transformers 5.17 raise ("Image features and image tokens do not match");
-Idefics3 takes too few features, or shifts them, without a word.
+The processor computes the number from its own settings, which have to agree with config.json but are saved separately. Where
+they differ, most models of transformers 5.17 raise ("Image features and image tokens do not match"); Idefics3 silently uses
+too few features, or shifts them.
 
 The number of features is asked of the model's own code, with the blocks of the vision tower left out: these do not change how
 many rows there are. Of the rest (patch embedding, merger, projector) each matrix computes one row: whole products take 5 s for
@@ -33,14 +33,14 @@ _CALLS = {"get_image_features": "pixel_values", "get_video_features": "pixel_val
 
 @torch.no_grad()
 def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
-    """The number of features that the model puts in the place of placeholders.
+    """The number of features with which the model replaces placeholders.
 
     Args:
-        vlm: its model has weights, or is on the meta device.
-        inputs: what the processor made of a conversation.
+        vlm: a loaded model, or one on the meta device.
+        inputs: the processor's output for a conversation.
 
     Raises:
-        Exception: whatever the model's code raises for images that it cannot take.
+        Exception: anything that the model's code raises for images that it cannot process.
     """
     model: Any = outlined(vlm.model, vlm.spec) if vlm.model.device.type == "meta" else vlm.model
     features = 0
@@ -62,18 +62,18 @@ def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
 
 
 def visual_inputs(vlm: VLM, inputs: Mapping[str, Tensor], call: str) -> dict[str, Tensor]:
-    """Those of a model's inputs that decide its visual features, as arguments of the method `call` of transformers' model."""
+    """The inputs that determine a model's visual features, as arguments of the method `call` of transformers' model."""
     core: Any = vlm.model.model
     if _CALLS[call] not in inputs or not hasattr(core, call):
         return {}
     first, *others = inspect.signature(
         getattr(core, call)
-    ).parameters  # LLaVA-OneVision calls pixels of videos those of images
+    ).parameters  # LLaVA-OneVision's method for videos names its argument `pixel_values`
     return {first: inputs[_CALLS[call]], **{name: inputs[name] for name in others if name in inputs}}
 
 
 def visual_shape(vlm: VLM, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """A key that is equal for inputs of which the model has equally many features: shapes of pixels, and values of sizes."""
+    """A key that is equal only for inputs with equally many features: shapes of pixels, and values of sizes."""
     return tuple(
         (name, *value.shape, b"" if value.is_floating_point() else value.numpy(force=True).tobytes())
         for call in _CALLS
@@ -123,7 +123,7 @@ def outlined(model: nn.Module, spec: ModelSpec) -> Any:
     core._parameters, outer._modules = dict(core._parameters), {**outer._modules, "model": core}
     blocks = set(core.get_submodule(spec.vision_layers.removeprefix("model.")).modules())
     run = [module for name in sorted(parts) for module in core.get_submodule(name).modules() if module not in blocks]
-    for module in (core, *run):  # the core has parameters of its own, such as `image_newline`
+    for module in (core, *run):  # the core has direct parameters, such as `image_newline`
         for key, value in module._parameters.items():
             if value is not None:
                 module._parameters[key] = nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), requires_grad=False)
@@ -134,7 +134,7 @@ def outlined(model: nn.Module, spec: ModelSpec) -> Any:
 
 
 def wrong_settings(vlm: VLM) -> str | None:
-    """What has to be set in which file of the processor, so that it agrees with config.json; None: nothing differs."""
+    """The settings to change in the processor's files to match config.json, as a message; None: nothing differs."""
     files: dict[str, list[str]] = {}
     for key, value in (vlm.spec.placeholders(vlm.model.config) if vlm.spec.placeholders else {}).items():
         owner, _, name = key.rpartition(".")
@@ -146,7 +146,7 @@ def wrong_settings(vlm: VLM) -> str | None:
 
 
 def _file(folder: Path, key: str) -> str:
-    """The file of a processor in which a setting is looked for."""
+    """The processor file in which a setting is read."""
     names = ("processor_config.json", "preprocessor_config.json")
     whole, images = ((folder / name).is_file() for name in names)
     if not key.startswith("image_processor."):

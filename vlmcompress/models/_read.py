@@ -1,4 +1,4 @@
-"""Read a model folder's config and the headers of its safetensors files, and check that these are whole."""
+"""Read a model folder's config and the headers of its safetensors files, and check that these are complete."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def all_specs() -> list[ModelSpec]:
 
 
 def family_of(config: Mapping[str, Any]) -> ModelSpec | None:
-    """The family of a config.json by its model type and, of two with one type, by whether it has experts; None: of none."""
+    """The family of a config.json by its model type and, if two share it, by whether it has experts; None if there is none."""
     named = [spec for spec in all_specs() if config.get("model_type") in spec.model_types]
     fitting = [spec for spec in named if bool(spec.experts) == has_experts(config)]
     return next(iter(fitting + named), None)
 
 
 def mixture(config: Mapping[str, Any]) -> ModelSpec | None:
-    """The family of a config.json whose decoder may be a mixture of experts; None: it is of another family, or of none."""
+    """The family of a config.json if its decoder may be a mixture of experts; else None."""
     spec = family_of(config)
     return spec if spec and spec.experts else None
 
@@ -56,10 +56,10 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def read_config(path: str | Path, weights: bool = True) -> dict:
-    """Read config.json of the model in `path`, after checking that the folder holds whole safetensors files.
+    """Read config.json of the model in `path`, after checking that the folder holds complete safetensors files.
 
     Args:
-        weights: False: weight files may be missing.
+        weights: whether weight files must exist.
     """
     path = Path(path)
     model_folder.check_model(path)
@@ -72,11 +72,11 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
 
 
 def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json as all readers are to see it.
+    """Normalize the content of a config.json.
 
-    A quantization config stands at the top, wherever vLLM 0.32 looks for it (`get_quant_config` in
-    `model_executor/model_loader/weight_utils.py`). How attention is computed is said by whoever runs the model: a config that
-    names a kernel which is not installed could not be opened.
+    A quantization config is moved to the top level from all places where vLLM 0.32 looks for it (`get_quant_config` in
+    `model_executor/model_loader/weight_utils.py`). The attention implementation is removed, as the caller chooses it: a config
+    that names a kernel that is not installed could not be opened.
     """
     changed = {key: value for key, value in config.items() if key not in (*_RUN_TIME, "compression_config")}
     for key, part in changed.items():
@@ -89,14 +89,14 @@ def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_adapter(path: Path) -> None:
-    """Raise `UserError` for the folder of a LoRA adapter, which is a model together with its base alone."""
+    """Raise `UserError` for the folder of a LoRA adapter, which is a model only together with its base."""
     if model_folder.is_adapter(path):
         merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
         raise UserError(f"{path} is a LoRA adapter and no model; write the merged one first, by {merge}")
 
 
 def check_files(path: str | Path) -> None:
-    """Raise `UserError` for a model folder with files of its own that cannot be copied: devices, pipes, broken links."""
+    """Raise `UserError` for a model folder with files that cannot be copied: devices, pipes, broken links."""
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
@@ -105,7 +105,7 @@ def check_files(path: str | Path) -> None:
 
 
 def shards(path: str | Path) -> list[Path]:
-    """The files of the weights of the model in `path`, in order (`utils.model_folder`); one at least."""
+    """The weight files of the model in `path`, in order (`utils.model_folder`). Raises `UserError` if there is none."""
     path = Path(path)
     if files := model_folder.weight_files(path):
         return files
@@ -133,9 +133,9 @@ def tensor_headers(path: str | Path) -> dict[str, dict]:
 
 
 def stored_tensors(path: str | Path) -> dict[str, Entry]:
-    """Name of every tensor -> where its bytes are, in order; fused experts of our families one by one.
+    """Name of every tensor -> location of its bytes, in order; fused experts of supported families as one entry each.
 
-    Of a tensor that is in two files the index says which is meant. Raises `UserError` as `tensor_headers`.
+    If a tensor is in two files, the index decides which one is used. Raises `UserError` as `tensor_headers`.
     """
     path = Path(path)
     index, files = path / INDEX, shards(path)
@@ -163,7 +163,7 @@ def stored_tensors(path: str | Path) -> dict[str, Entry]:
 
 
 def asides(path: str | Path) -> list[str]:
-    """Lines about what lies in the folder of a model as weights and is not part of it."""
+    """Messages about weights in a model's folder that are not part of the model."""
     path, lines = Path(path), []
     if model_folder.adapter_left(path):
         lines.append(
@@ -187,7 +187,8 @@ def checkpoint_bytes(path: str | Path) -> int:
 
 
 def quantization_block(path: Path, config: Mapping[str, Any]) -> Any:
-    """The quantization config of a checkpoint, of config.json or of the first file that has one; empty where none has."""
+    """The quantization config of a checkpoint, from config.json or the first other file that has one; empty if there is
+    none."""
     block = config.get("quantization_config")
     for name in CONFIG_FILES:
         if not block and (path / name).is_file():

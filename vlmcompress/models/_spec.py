@@ -1,8 +1,8 @@
 """The spec of a model family: everything that the project knows about it, as data.
 
 All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
-transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`. What vLLM makes of a name on disk
-(`engine_reads`) must come to the same; transformers saves some towers under names for which it does not.
+transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`. vLLM's renaming of a name on disk
+(`engine_reads`) must give the same result; for some towers it does not with the names under which transformers saves them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vlmcompress.models._images import Cut, Sizes
 SmoothKind = Literal["norm", "linear"]
 Prefixes = tuple[tuple[str, str], ...]
 EXPERTS = "experts"
-"""What all groups of a mixture's experts are called together."""
+"""Common name of all groups of a mixture's experts."""
 HEAD = "head"
-"""What the group of the output head is called."""
+"""Name of the output head's group."""
 ROW_PARALLEL = frozenset({"o", "down", "fc2", "gdn_out", "conv_out"})
-"""Groups whose inputs vLLM splits over devices (`RowParallelLinear`); of others it splits the outputs."""
+"""Groups whose inputs vLLM splits over devices (`RowParallelLinear`); for others it splits the outputs."""
 REPLICATED = frozenset({"per_layer_gate", "per_layer_out"})
-"""Groups that every device has whole (`ReplicatedLinear`)."""
+"""Groups that vLLM replicates on every device (`ReplicatedLinear`)."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class LinearGroup:
     """Linear layers of one block that read the same input.
 
     Attributes:
-        name: what reports call it, e.g. `qkv`; it says what vLLM splits over devices (`ROW_PARALLEL`). With `{}` in it there is
-            one for each expert, whose number stands there in `linears` and `smooth`, too.
-        linears: names within the block. Those that a block lacks are left out; a block with none has no such group.
+        name: name in reports, e.g. `qkv`; it also determines what vLLM splits over devices (`ROW_PARALLEL`). With `{}` in it
+            there is one group per expert, whose number also replaces `{}` in `linears` and `smooth`.
+        linears: names within the block. Missing ones are left out; a block with none of them has no such group.
         smooth: the op before them, within the block, that can be divided by a per-channel vector while these weights
-            are multiplied by it. Several candidates: the first that exists wins.
+            are multiplied by it. Of several candidates the first that exists is used.
         smooth_kind: `norm` (its weight, and bias where it has one, is divided; see `ModelSpec.norm_offset`) or `linear`
             (its output rows, weight and bias, are divided).
-        fused: the engine runs them as one matrix, so all of them need the same scheme.
-        kept: layers of the block that read the same input and always stay in 16 bits; they take part in smoothing.
+        fused: whether the engine runs them as one matrix, so that all need the same scheme.
+        kept: layers of the block that read the same input but always stay in 16 bits; smoothing applies to them as well.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Group:
     """A `LinearGroup` found in a model: full memory names.
 
     Attributes:
-        expert: the expert of a mixture that it is part of; None: of none.
+        expert: the expert of a mixture that it belongs to; else None.
     """
 
     layer: int
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def split(self) -> Literal["inputs", "outputs", "none"]:
-        """What of the layers vLLM splits over several devices."""
+        """Whether vLLM splits the layers' inputs or outputs over several devices, or neither."""
         last = self.name.rpartition(".")[2]
         return "inputs" if last in ROW_PARALLEL else "none" if last in REPLICATED else "outputs"
 
@@ -88,8 +88,8 @@ class DraftHead:
     """A head that drafts tokens for speculative decoding, for which transformers has no module.
 
     Attributes:
-        prefix: what its tensors on disk and its modules in vLLM begin with; the method's name in vLLM, too.
-        blocks: key of the text model's config that says how many decoder blocks it has.
+        prefix: prefix of its tensors on disk and its modules in vLLM; also the method's name in vLLM.
+        blocks: key in the text model's config with its number of decoder blocks.
     """
 
     prefix: str
@@ -105,61 +105,63 @@ class ModelSpec:
         model_types: `model_type` values of config.json.
         layers: path of the list of decoder blocks.
         norm: the norm between the last block and the output head, next to the list of blocks.
-        head_shares: whether vLLM's class has the output head share the embedding's weight, whatever config.json says.
+        head_shares: whether vLLM's class ties the output head to the embedding regardless of config.json.
         embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
-        experts: the experts of a mixture within a block, fused in transformers and one by one here (`_experts`); None: none.
-        router: what sends tokens to experts: a module with a weight that engines run as a linear layer, always in 16 bits.
+        experts: the experts of a mixture within a block, fused in transformers and separate here (`_experts`); None: none.
+        router: the module that routes tokens to experts, with a weight that engines run as a linear layer, always in 16
+            bits.
         groups: linear groups of one decoder block.
         vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
         vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
             cannot run the tower quantized.
-        vision_attention: the attention within a tower block, where vLLM can compute it in FP8 by scales from a file (its class
-            asks `get_fp8_padded_hidden_size`) and has it under the same name with `.attn` after; None where it can't.
-        image_token: the config key that holds the id of the placeholder standing for one visual token.
-        layout: function that computes which part of an image, of some size, each visual token shows.
-        placeholders: function of the model's config that computes the settings by which its processor writes as many
-            placeholders as there are features; a setting of the image processor has `image_processor.` before its name. None:
-            they are not known, and a message about another number cannot say which to set.
-        image_processor: function of the model's config that makes what `layout` reads of an image processor, for folders that
-            have none; None: config.json does not say it.
-        sizes: function that lists the settings of the processor with which images have fewer tokens; None where images of every
-            size have as many.
+        vision_attention: the attention within a tower block, if vLLM can compute it in FP8 with scales from a file (its class
+            calls `get_fp8_padded_hidden_size`) and names it the same with `.attn` appended; else None.
+        image_token: the config key with the id of the placeholder of one visual token.
+        layout: function that computes which part of an image of a given size each visual token shows.
+        placeholders: function of the model's config that computes the processor settings for as many placeholders as features;
+            settings of the image processor have the prefix `image_processor.`. None: unknown, so messages about a mismatch
+            cannot name a setting.
+        image_processor: function of the model's config that returns the image processor's attributes that `layout` reads, for
+            folders without one; None: config.json does not determine them.
+        sizes: function that lists processor settings with which images have fewer tokens; None if images of all sizes have
+            equally many tokens.
         video: function of `(processor, frames, width, height)` that computes the grid `(frames, rows, columns)` of a video's
             tokens; raises ValueError for sizes that the processor refuses. None: videos are not counted.
-        float32: parameters, by parts of their names, that may be stored in float32 whatever the rest is in, as engines compute
-            with them in float32.
+        float32: parameters, by parts of their names, that may be stored in float32 independently of the other weights' type,
+            as engines compute with them in float32.
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
-            that read the residual stream and those that write it.
-        newlines: parameters besides the projector whose rows lie between visual tokens.
+            that read and those that write the residual stream.
+        newlines: parameters outside the projector whose rows are inserted between visual tokens.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
-        token_side: function of the model's config: rows, and columns, of patches that a visual token is made of by merging,
-            pixel shuffle or pooling; None: one.
-        visual_grid: how an image's visual tokens lie, for reducing them: `patches`, the encoder's patches, of one image size;
-            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by `spatial_shapes`;
-            `anyres`, by `layout` from `image_sizes`; None where they cannot be reduced.
+        token_side: function of the model's config: side of the square of patches that merging, pixel shuffle or pooling joins
+            into a visual token; None: 1.
+        visual_grid: arrangement of an image's visual tokens, for reducers: `patches`, the encoder's patches, for one image
+            size; `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by
+            `spatial_shapes`; `anyres`, by `layout` from `image_sizes`; None if they cannot be reduced.
         kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
-        mixed_blocks: layers besides causal attention that mix tokens in the decoder, in words; None where there are none.
-        vision_cls: model type of the tower that has a CLS token and blocks whose `self_attn` gives its attention; None: none.
-        vision_units: what a visual token is made of: one row of the tower's output (`patch`), those of a square (`block`), or a
-            mean of some where tiles are scaled down after the tower (`resized`).
-        vision_whole: whether each of several devices has the whole tower, as where vLLM runs transformers' module; else its
-            layers are split.
-        vision_joint: names within a tower block of the attention and of the norm after it, between which rows can merge, in
-            transformers and in vLLM; None where tokens cannot merge in the tower.
-        merging_towers: model types of towers in which they can, with the rows that are features: all, `full`, or those after
-            CLS, `default`.
-        unreduced_towers: model types of towers whose tokens are not reduced, with the reason.
-        tower_blocks: part of the class name of tower blocks by which models of no family here are known to have this tower.
+        mixed_blocks: layers other than causal attention that mix tokens in the decoder, for messages; None if there are none.
+        vision_cls: model type of the tower if it has a CLS token and blocks whose `self_attn` gives its attention; else
+            None.
+        vision_units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or
+            a mean of rows where tiles are scaled down after the tower (`resized`).
+        vision_whole: whether every device holds the whole tower, as when vLLM runs transformers' module; otherwise layers are
+            split.
+        vision_joint: names within a tower block of the attention and of the norm after it, between which rows can be merged,
+            in transformers and in vLLM; None if tokens cannot be merged in the tower.
+        merging_towers: model types of towers in which they can -> rows that are features: all (`full`) or those after CLS
+            (`default`).
+        unreduced_towers: model types of towers whose tokens cannot be reduced, with the reason.
+        tower_blocks: part of the class name of tower blocks that identifies this tower in models without a family here.
         norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
-        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; what matches none keeps its name.
+        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; other names do not change.
         engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
-        engine_parts: path component -> its name in vLLM, wherever it stands below.
+        engine_parts: path component -> its name in vLLM, anywhere in the rest of the path.
         hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
-        draft: the head that the family's checkpoints may have for speculative decoding; None: they have none.
-        text_defaults: entries of `text_config` that vLLM reads and transformers may leave out, with what transformers computes.
-        vllm_cpu: why vLLM's CPU build cannot run the family; None when it can.
-        tool_calls: vLLM's parser of the calls of tools that the family writes, and a mark of their form in its chat template;
-            None where vLLM has no parser for them.
+        draft: the head for speculative decoding that the family's checkpoints may have; else None.
+        text_defaults: entries of `text_config` that vLLM reads but transformers may omit -> transformers' value.
+        vllm_cpu: why vLLM's CPU build cannot run the family; None if it can.
+        tool_calls: vLLM's parser for the family's tool calls, and a string in the chat template that identifies their
+            format; None if vLLM has no such parser.
     """
 
     family: str
@@ -209,7 +211,7 @@ class ModelSpec:
     tool_calls: tuple[str, str] | None = None
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a config.json with `text_defaults` where they are missing."""
+        """The content of a config.json with missing `text_defaults` filled in."""
         text = config.get("text_config")
         if not self.text_defaults or not isinstance(text, Mapping):
             return dict(config)
@@ -220,7 +222,7 @@ class ModelSpec:
         return self._in_engine(_moved(memory_name, self.engine_prefixes))
 
     def engine_reads(self, disk_name: str) -> str:
-        """The name that vLLM makes of a tensor's name on disk, to find its parameter."""
+        """The parameter name to which vLLM maps a tensor's name on disk."""
         return self._in_engine(_moved(disk_name, self.engine_mapper))
 
     def hub_name(self, memory_name: str) -> str:
@@ -233,7 +235,7 @@ class ModelSpec:
 
 
 def _moved(name: str, prefixes: Prefixes) -> str:
-    """The name under the first prefix that it has."""
+    """The name with its first matching prefix replaced."""
     for old, new in prefixes:
         if name == old or name.startswith(old + "."):
             return new + name[len(old) :]
@@ -249,7 +251,7 @@ GATE_UP = LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("post_attent
 DOWN = LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear")
 LLAMA = (QKV, ATTENTION_OUT, GATE_UP, DOWN)
 
-# A mixture of experts. The norm before it feeds the router and all experts, so it takes no scale in.
+# A mixture of experts. The norm before it feeds the router and all experts, so no scale can be folded into it.
 EXPERT_GROUPS = (
     LinearGroup(
         "experts.{}.gate_up",
@@ -268,7 +270,7 @@ SHARED_EXPERT = (
     LinearGroup("shared_expert.down", ("mlp.shared_expert.down_proj",), ("mlp.shared_expert.up_proj",), "linear"),
 )
 
-# Gated DeltaNet. The gated norm before `out_proj` has one weight for all heads, so it can take no scale in.
+# Gated DeltaNet. The gated norm before `out_proj` has one weight for all heads, so no scale can be folded into it.
 GATED_DELTA_NET = (
     LinearGroup(
         "gdn_in",
@@ -290,7 +292,7 @@ QWEN3_TOWER = (
 
 MTP = DraftHead("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
 
-# CLIP and SigLIP. A GELU sits between fc1 and fc2, so fc2 has no op to smooth into.
+# CLIP and SigLIP. A GELU is between fc1 and fc2, so fc2 has no op to smooth into.
 CLIP = (
     LinearGroup(
         "qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("layer_norm1",), "norm", fused=True

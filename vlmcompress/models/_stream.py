@@ -1,12 +1,12 @@
 """The layers that read and write a decoder's residual stream, found in the meta model: those that a rotation changes.
 
-Embedding, attention's `o`, the MLP's `down` and what turns the tower's output into visual tokens write rows into the stream;
-`qkv`, `gate_up` and the output head read them after an RMSNorm. If every writer writes `y R` instead of `y` and every reader
-expects that, nothing else changes, as `rms(y R) = rms(y)` for an orthogonal R. A norm's gains have to be in its readers then.
+Embedding, attention's `o`, the MLP's `down` and the projector's last layer write rows into the stream; `qkv`, `gate_up` and
+the output head read them after an RMSNorm. If every writer writes `y R` instead of `y` and every reader is adapted, nothing
+else changes, as `rms(y R) = rms(y)` for an orthogonal R. The norms' gains must have been merged into their readers.
 
-Which is which follows from the family's groups: a group with a norm to smooth reads, one whose outputs are as wide as the
-stream writes. Every tensor must be of a known kind, and each norm is tested numerically, so that an architecture with more in
-it (a norm on a branch's output, a convolution, a router, a mean that is subtracted) is refused rather than broken.
+The family's groups determine readers and writers: a group with a norm for smoothing reads, one whose outputs are as wide as
+the stream writes. Every tensor must be of a known kind, and each norm is tested numerically, so that architectures with other
+parts (a norm on a branch's output, a convolution, a router, subtraction of the mean) are refused rather than broken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Values:
 
     Attributes:
         v, o: memory names of the linear layers.
-        heads: how many heads of queries there are; `kv_heads`: of values, each shared by as many of queries.
+        heads: number of query heads; `kv_heads`: number of value heads, each shared by equally many query heads.
         width: channels of a head.
     """
 
@@ -47,10 +47,10 @@ class Stream:
     """The residual stream of a decoder, by memory names.
 
     Attributes:
-        width: its channels.
+        width: number of channels.
         embedding: the parameter of the token embedding.
-        head: the output head's linear layer; `tied`: it shares the embedding's weight.
-        rows: parameters whose last dimension is the stream's: the embedding and, in LLaVA-NeXT, the newline.
+        head: the output head's linear layer; `tied`: whether it shares the embedding's weight.
+        rows: parameters whose rows are vectors of the stream: the embedding and, in LLaVA-NeXT, the newline.
         readers: linear layer -> the norm before it.
         writers: linear layers.
         values: the value heads of each attention.
@@ -79,7 +79,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
         stored: tensor names of its checkpoint.
 
     Raises:
-        UserError: a rotation of the stream would change this model's outputs, with the reason.
+        UserError: a rotation of the stream would change this model's outputs; the message says why.
     """
     _refuse_family(spec, stored)
     config = meta_model.config.get_text_config()
@@ -87,7 +87,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
     head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
     parameters = {key for key, _ in meta_model.named_parameters()}
-    newlines = [newline for newline in spec.newlines if newline in parameters]  # their rows enter the stream, too
+    newlines = [newline for newline in spec.newlines if newline in parameters]  # their rows enter the stream as well
     residual = Stream(width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *newlines])
     templates = {template.name: template for template in spec.groups}
     for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):
@@ -115,7 +115,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
 
 
 def _refuse_family(spec: ModelSpec, stored: Iterable[str]) -> None:
-    """Raise `UserError` for families whose spec rules out a rotation."""
+    """Raise `UserError` for families that cannot be rotated according to their spec."""
     if spec.norm_offset:
         reason = "and its blocks have more that acts on the stream than attention and MLP after a norm each"
         raise _refused(spec, f"its norms compute x * (1 + weight), {reason}")
@@ -130,7 +130,7 @@ def _refused(spec: ModelSpec, why: str) -> UserError:
 
 
 def _values(meta_model: nn.Module, v: str, group: Group, config: object) -> Iterator[Values]:
-    """The value heads of a block's attention, if it has a layer of its own for them."""
+    """The value heads of a block's attention, if it has a separate layer for values."""
     modules = dict(meta_model.named_modules())
     heads, o = getattr(config, "num_attention_heads", 0), group.linears[0]
     if v not in modules or not heads or modules[o].in_features % heads:
@@ -142,14 +142,14 @@ def _values(meta_model: nn.Module, v: str, group: Group, config: object) -> Iter
 
 
 def _projectors(meta_model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """Names of the projectors; of a `ModuleList` each member."""
+    """Names of the projectors; for a `ModuleList` the names of its members."""
     for root in spec.projector:
         module = meta_model.get_submodule(root)
         yield from (f"{root}.{i}" for i in range(len(module))) if isinstance(module, nn.ModuleList) else (root,)
 
 
 def _last_linear(meta_model: nn.Module, root: str, spec: ModelSpec, width: int) -> str:
-    """The layer of a projector that gives visual tokens: the last one with parameters, which has to be linear."""
+    """The layer of a projector that outputs visual tokens: the last one with parameters. `UserError` if it is not linear."""
     owners = [
         (name, module)
         for name, module in meta_model.get_submodule(root).named_modules(prefix=root)
@@ -161,7 +161,7 @@ def _last_linear(meta_model: nn.Module, root: str, spec: ModelSpec, width: int) 
 
 
 def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) -> str:
-    """The norm before the output head: what the decoder's stem has besides blocks and embedding."""
+    """The norm before the output head: the only other module with parameters next to the decoder's blocks and embedding."""
     stem, _, layers = spec.layers.rpartition(".")
     others = [
         name
@@ -180,7 +180,7 @@ def _described(residual: Stream) -> set[str]:
 
 
 def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
-    """Raise `UserError` for blocks with parameters besides readers, writers, norms and layers within a branch."""
+    """Raise `UserError` for blocks with parameters other than readers, writers, norms and layers within a branch."""
     parameters = _described(residual)
     for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
         module = name.rpartition(".")[0]
@@ -192,7 +192,7 @@ def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> N
 
 
 def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
-    """Raise `UserError` for other parameters outside of blocks, tower and projector."""
+    """Raise `UserError` for unknown parameters outside blocks, tower and projector."""
     parameters, roots = _described(residual), (*spec.vision, *spec.projector, spec.layers)
     for name, _ in meta_model.named_parameters(remove_duplicate=False):
         if name not in parameters and not name.startswith(tuple(f"{root}." for root in roots)):
@@ -210,7 +210,8 @@ def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
         twice = norm(x)
         weight.fill_(1.0)
         plain = norm(x)
-        # RMSNorm commutes with every rotation; LayerNorm, which subtracts the mean, does not. One reflection tells them apart.
+        # RMSNorm commutes with every rotation; LayerNorm, which subtracts the mean, does not. One reflection distinguishes
+        # them.
         mirrored = norm(_mirrored(x, v))
     if not torch.allclose(twice, 2 * plain, atol=1e-4):
         raise _refused(spec, f"{name} does not multiply by its weight")

@@ -1,7 +1,7 @@
-"""Test whether a chat template comes to an end, in a process of bounded time and memory, where it can do no harm.
+"""Test whether a chat template terminates, in a process with bounded time and memory.
 
-A template is a program. The sandbox in which transformers runs it keeps it from files and from single huge ranges, not from
-loops within loops or texts of any length. Run as a script, this file renders the template on its standard input.
+A template is a program. transformers' sandbox protects against file access and single huge ranges, but not against nested
+loops or unbounded output. Run as a script, this file renders the template on its standard input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 SECONDS = 3
 MEMORY = 1 << 30
 LARGEST = 1 << 20
-"""Bounds of a short conversation: seconds and bytes that rendering may take, and characters of result and template."""
+"""Bounds for a short conversation: seconds and bytes for rendering, characters of result and template."""
 
 _CONVERSATION = [
     {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]},
@@ -28,9 +28,9 @@ _CONVERSATION = [
 
 @functools.lru_cache(maxsize=64)
 def endless(template: str) -> str | None:
-    """Why a template exceeds the bounds, in a few words; None if it does not, or raises an error for the conversation.
+    """How a template exceeds the bounds, in a few words; None if it does not, or if it raises an error.
 
-    Two short conversations are rendered, with and without a system turn: many templates refuse one.
+    Two short conversations are rendered, with and without a system turn, as many templates refuse one of them.
     """
     if len(template) > LARGEST:
         return f"it has {len(template):,} characters, more than {LARGEST:,}"
@@ -56,7 +56,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `{% generation %}`, which marks an answer; its content is rendered."""
+        """The tag `{% generation %}`, which marks an answer; renders its content."""
 
         tags = {"generation"}
 
@@ -78,7 +78,7 @@ def _environment() -> Any:
 
 
 def _render(template: str) -> str:
-    """Render a template and return what is wrong with it, or an empty text."""
+    """Render a template; returns a message if it fails or exceeds a bound, else an empty string."""
     from jinja2 import TemplateSyntaxError
 
     environment = _environment()
@@ -99,7 +99,7 @@ def _render(template: str) -> str:
                 return f"line {error.lineno}: {error.message}"[:200].rstrip(".")
             except MemoryError:
                 return f"a short conversation takes more than {MEMORY >> 30} GiB"
-            except Exception:  # the template may want another conversation; the processor will say so
+            except Exception:  # the template may need another conversation; the processor will report it
                 continue
     return ""
 

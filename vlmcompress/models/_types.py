@@ -1,8 +1,9 @@
-"""The type of a checkpoint's floating tensors: one answer for loading a model, for the scales of its layers, for writing it.
+"""The dtype of a checkpoint's floating tensors: one decision for loading a model, for the scales of its layers, and for
+writing.
 
-A quantized checkpoint needs it: transformers 5.17 casts plain ones to one type as it loads them, but of a quantized one only
-the tensors whose names it does not change (`convert_and_load_state_dict_in_model` in `core_model_loading.py`), so that a layer
-in bfloat16 after a norm in float32 ends in an error. vLLM casts everything that it loads.
+Quantized checkpoints need this: transformers 5.17 casts plain checkpoints to one dtype at load, but in quantized ones only the
+tensors that it does not rename (`convert_and_load_state_dict_in_model` in `core_model_loading.py`), so that a bfloat16 layer
+after a float32 norm raises an error. vLLM casts everything that it loads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils.tensor_files import DTYPES, FLOATS, Spec
 
 Choice = Literal["auto", "bfloat16", "float16", "float32"]
-"""What a recipe asks for; `auto`: see `FloatType.of`."""
+"""Values of a recipe's `dtype`; `auto`: see `FloatType.of`."""
 _KEYS = ("dtype", "torch_dtype")
 _CODES = {str(DTYPES[code]).removeprefix("torch."): code for code in FLOATS}
 _CAST = (*FLOATS, "F64")
@@ -28,11 +29,11 @@ _CAST = (*FLOATS, "F64")
 
 @dataclass(frozen=True)
 class FloatType:
-    """The type in which a model is loaded, and its floating tensors and the scales of its layers are written.
+    """The dtype in which a model is loaded, and in which its floating tensors and the scales of its layers are written.
 
     Attributes:
         name: its name in torch.
-        float32: patterns of the names of parameters that stay in float32 where they are stored so.
+        float32: patterns of names of parameters that stay in float32 if they are stored in it.
     """
 
     name: str
@@ -51,9 +52,9 @@ class FloatType:
         Args:
             config: content of config.json.
             stored: type and shape of the stored tensors.
-            choice: a type that is asked for. `auto`: the one that config.json says, as in transformers, or else that of most
-                weights; of most weights, too, where config.json says float32 and there is no matrix in it.
-            spec, model: the family, and the model, whose parameters stay in float32; None: none does.
+            choice: the requested dtype. `auto`: the dtype in config.json, as in transformers; or that of most weights if
+                config.json has none, or says float32 while no matrix is stored in it.
+            spec, model: the family and the model, which determine parameters that stay in float32; None: none do.
         """
         name = choice if choice != "auto" else _decided(config, list(stored))
         patterns = list(spec.float32) if spec else []
@@ -68,26 +69,27 @@ class FloatType:
         return DTYPES[_CODES[self.name]]
 
     def spec(self, name: str, stored: Spec) -> Spec:
-        """Type and shape in which a tensor is written. `name`: of the parameter, in memory; `stored`: as the source has it."""
+        """Type and shape in which a tensor is written. `name`: memory name of the parameter; `stored`: its spec in the
+        source."""
         stays = stored.dtype == "F32" and any(
             re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in self.float32
         )
         return stored if stays or stored.dtype not in _CAST else Spec(_CODES[self.name], stored.shape)
 
     def config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of config.json with this type, in its parts, too, where these say one."""
+        """The content of config.json with this dtype, also in sub-configs that have one."""
         changed = {
             key: {**part, **self._said(part)} if isinstance(part, Mapping) else part for key, part in content.items()
         }
         return changed | (self._said(content) or {"dtype": self.name})
 
     def _said(self, content: Mapping[str, Any]) -> dict[str, str]:
-        """This type under the keys by which a config or a part of it says a type."""
+        """This dtype under the dtype keys of a config or sub-config."""
         return {key: self.name for key in _KEYS if _name(content.get(key))}
 
 
 def _decided(config: Mapping[str, Any], stored: list[Spec]) -> str:
-    """The type that config.json or else most weights say."""
+    """The dtype of config.json or, without one, of most weights."""
     text = config.get("text_config")
     sources = [config, text if isinstance(text, Mapping) else {}]
     said = next((name for part in sources for key in _KEYS if (name := _name(part.get(key)))), None)
@@ -102,6 +104,6 @@ def _decided(config: Mapping[str, Any], stored: list[Spec]) -> str:
 
 
 def _name(value: Any) -> str | None:
-    """The name of a type that a config gives, if it is one of those of weights."""
+    """The name of a config's dtype, if it is a floating dtype of weights."""
     name = str(value).removeprefix("torch.")
     return name if name in _CODES else None

@@ -1,8 +1,8 @@
 """The layers as wide as the vocabulary: the token embedding and the output head, which may share one weight.
 
-A head that is quantized can share no weight with an embedding that is not, or that has other codes: vLLM gives it the
-embedding's `weight` next to its own packed tensors, and loads none of these. So it becomes a matrix of its own, and config.json
-says so (`with_head`, `untied`).
+A quantized head cannot share its weight with an embedding that is not quantized or has other codes: vLLM would tie it to the
+embedding's `weight` and not load its packed tensors. So it becomes a separate matrix, and config.json says so (`with_head`,
+`untied`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PADDING = 64
 
 
 class NormAndHead(nn.Module):
-    """What comes after the last block: hidden states `[..., width]` to logits `[..., vocabulary]`."""
+    """The modules after the last block: hidden states `[..., width]` to logits `[..., vocabulary]`."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec):
         super().__init__()
@@ -43,7 +43,7 @@ def final_norm(spec: ModelSpec) -> str:
 
 
 def head_group(spec: ModelSpec, layer: int) -> Group:
-    """The output head as a group of its own. `layer`: number of decoder blocks, after which it comes."""
+    """The output head as a group. `layer`: its position, the number of decoder blocks."""
     return Group(layer, HEAD, (spec.lm_head,))
 
 
@@ -67,19 +67,20 @@ def is_tied(model: PreTrainedModel, spec: ModelSpec) -> bool:
 
 
 def untie(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Make the output head's weight a parameter of its own, of the same memory, so that either can be replaced alone."""
+    """Make the output head's weight a separate parameter (sharing memory), so that either can be replaced alone."""
     head = model.get_submodule(spec.lm_head)
     head.weight = nn.Parameter(head.get_parameter("weight").data, requires_grad=False)
 
 
 def head_on_disk(source: Source) -> str:
-    """The name on disk of the output head's weight as a matrix of its own: as the embedding's, the hub's or transformers'."""
+    """The name on disk for the output head's weight as a separate matrix: by the embedding's, the hub's or transformers'
+    rule."""
     embedding, name = f"{embedding_name(source.meta_model)}.weight", f"{source.spec.lm_head}.weight"
     return source.spec.hub_name(name) if source.names[embedding] == source.spec.hub_name(embedding) else name
 
 
 def with_head(source: Source) -> Source:
-    """The checkpoint with an output head that is a matrix of its own; unchanged where it is."""
+    """The checkpoint with an output head that is a separate matrix; unchanged if it already is one."""
     if not is_tied(source.meta_model, source.spec):
         return source
     name, embedding = f"{source.spec.lm_head}.weight", source.names[f"{embedding_name(source.meta_model)}.weight"]
@@ -108,7 +109,7 @@ def rows_of(model: PreTrainedModel) -> int:
 
 
 def unembedded(folder: Path, rows: int) -> str | None:
-    """A message about tokens of a folder's tokenizer for which an embedding has no row; None: all have one."""
+    """A message about tokens of a folder's tokenizer without a row in the embedding; None if all have one."""
     ids: dict[str, int] = {}
     try:
         if (folder / "tokenizer.json").is_file():
@@ -120,7 +121,7 @@ def unembedded(folder: Path, rows: int) -> str | None:
             ids = dict(json_files.read(folder / "added_tokens.json"))
         beyond = sorted((index, token) for token, index in ids.items() if index >= rows)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # whoever loads it says so
+        return None  # reported when it is loaded
     if not beyond:
         return None
     what = f"the tokenizer has {len(beyond)} tokens for which the embedding of {rows:,} rows has none"

@@ -1,8 +1,8 @@
 """Where a model runs, and in which precision: on the accelerator, if there is one, as a whole or module by module.
 
-On a processor that has no matrix products in the model's 16-bit type they are computed in float32: a CPU without instructions
-for bfloat16 (most from before 2023) emulates them, at a quarter of the speed. Both sum in float32 and round the result once,
-so that their numbers differ by the order of the sums alone.
+On processors without matrix products in the model's 16-bit type they are computed in float32: a CPU without bfloat16
+instructions (most before 2023) emulates them at a quarter of the speed. Both sum in float32 and round the result once, so the
+results differ only by the order of sums.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device: where it is there, itself. On its way to an accelerator nothing waits for it.
+    """Move a tensor to a device, asynchronously for an accelerator; returns the tensor itself if it is already there.
 
-    The way back is not for this: the host would read memory that is not written yet.
+    Do not use it for the way back: the host would read memory that is not written yet.
     """
     return x.to(device, non_blocking=device.type != "cpu")
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator of this process, with its index, as tensors on it have one; None where there is none."""
+    """The accelerator of this process, with its index (as in its tensors' `device`); None if there is none."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -40,10 +40,10 @@ def accelerator() -> torch.device | None:
 
 @contextlib.contextmanager
 def accelerated(model: Any, blocks: Sequence[str] = ()) -> Iterator[torch.device]:
-    """The model on the accelerator, if there is one.
+    """Within the context the model is on the accelerator, if there is one; yields its device.
 
-    Weights come back only where they were changed. A model that takes more than 0.8 of the free memory has its decoder blocks
-    streamed; all else is there throughout.
+    Only changed weights are copied back. If the model takes more than 0.8 of the free memory, its decoder blocks are streamed;
+    all other modules stay on the accelerator.
 
     Args:
         blocks: names of the decoder blocks.
@@ -65,7 +65,7 @@ def accelerated(model: Any, blocks: Sequence[str] = ()) -> Iterator[torch.device
 
 @contextlib.contextmanager
 def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Copies of a block's weights are on `device` while it runs, and for as long as a graph needs them."""
+    """Within the context copies of a block's weights are on `device` while it runs, and as long as a graph needs them."""
     forward = block.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the context a call of the module runs `forward`, and the module's hooks."""
+    """Within the context a call of the module runs `forward` and the module's hooks."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -101,10 +101,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """A module on `device` while it is worked with, and where it was before afterwards.
+    """Within the context a module is on `device`; afterwards it is back on its original device.
 
-    What was not changed meanwhile is put back as it was: weights that are mapped from a file stay so, and take no memory. What
-    the module lacks by then is not brought back.
+    Unchanged tensors are restored to the original ones: weights that are memory-mapped from a file stay mapped and take no
+    memory. Tensors that were removed from the module meanwhile are not restored.
     """
     with _moved(_tensors(module), module, device):
         yield
@@ -112,7 +112,7 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _moved(tensors: Sequence[Tensor], module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Some tensors of a module on `device` within the context."""
+    """Within the context some tensors of a module are on `device`."""
     moved = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
     for tensor, home in moved:
         tensor.data = sent(home, device)
@@ -134,7 +134,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Products of float32 matrices are computed in float32 within the context, not in TF32, which keeps 10 bits of a factor.
+    """Within the context products of float32 matrices are not computed in TF32, which has only 10 bits of mantissa.
 
     Statistics, factors and errors are small differences of large sums. Can be used as a decorator.
     """
@@ -147,7 +147,7 @@ def full_float32() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Give memory that is free back to the system: glibc keeps what small blocks leave between others that are in use."""
+    """Return free memory to the system: glibc keeps freed small blocks between blocks in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -157,13 +157,13 @@ _INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("a
 
 
 class FloatProducts(TorchFunctionMode):
-    """A context in which linear layers and attention compute in float32 what they are given in 16 bits, and return 16 bits.
+    """Context manager: linear layers and attention convert 16-bit inputs to float32, compute, and return 16 bits.
 
-    A weight is converted when it is used, so that memory holds one more copy of those that a graph keeps.
+    A weight is converted when it is used, so a graph holds one more copy of its weights in memory.
     """
 
     def __init__(self, dtype: torch.dtype, but: Tensor | None = None):
-        """Args: `dtype`: the 16-bit type; `but`: a weight that is left as it is."""
+        """Args: `dtype`: the 16-bit type; `but`: a weight that is not converted."""
         super().__init__()
         self.dtype, self.but = dtype, but
 
@@ -182,9 +182,9 @@ class FloatProducts(TorchFunctionMode):
 
 
 def float_products(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """`FloatProducts` for a model, where that is the faster way; otherwise a context without effect.
+    """`FloatProducts` for a model if that is faster; otherwise a context without effect.
 
-    The output head, the largest weight, is left as it is: few tokens reach it.
+    The output head, the largest weight, is not converted, as few tokens reach it.
     """
     return (
         FloatProducts(model.dtype, model.get_output_embeddings().weight)
@@ -194,10 +194,10 @@ def float_products(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def widened(module: nn.Module) -> Callable[..., Any]:
-    """`module` as a function that computes in float32 throughout, where products in its own 16-bit type are emulated.
+    """`module` as a function that computes in float32, if products in its 16-bit type would be emulated; else `module`.
 
-    Its weights are converted once, as they are now, and its inputs at each call; a tensor that it returns has the dtype of its
-    first argument. Elsewhere the module itself. Hooks on its parts are called as ever.
+    Its current weights are converted once, and inputs at each call; results have the dtype of the first argument. Hooks on its
+    submodules are still called.
     """
     if not emulated(next(module.parameters()).dtype):
         return module
@@ -216,7 +216,7 @@ def widened(module: nn.Module) -> Callable[..., Any]:
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Whether models run on the CPU here, and it has no instructions for products of that type."""
+    """Whether models run on the CPU here and it has no instructions for products of this type."""
     if torch.accelerator.is_available() or dtype not in _INSTRUCTIONS:
         return False
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vlmcompress.numerics import Scheme
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
-"""What names of the output head and of the token embedding end in, in every family."""
+"""Suffixes of the names of the output head and the token embedding, in every family."""
 Names = tuple[str, ...]
 """The distinct names of one module: in memory (transformers), on disk, in vLLM."""
 
@@ -19,8 +19,8 @@ class Kept:
 
     Attributes:
         names: its names in memory, on disk and in vLLM.
-        whole: it is a module with all its submodules, not one linear layer.
-        draft: it is a head that drafts tokens, for which readers expect entries in another form.
+        whole: whether it is a module with all its submodules, not one linear layer.
+        draft: whether it is a draft head, for which readers expect entries in another form.
     """
 
     names: Names
@@ -33,8 +33,8 @@ class Layers:
     """Which linear layers of a checkpoint are quantized, and how.
 
     Attributes:
-        groups: schemes with the targets of compressed-tensors that stand for their layers.
-        kept: what stays as it is.
+        groups: schemes with compressed-tensors' targets that match their layers.
+        kept: parts that are not quantized.
         quantized: names of a quantized layer -> its scheme.
         kv_cache: whether there are scales of an FP8 KV cache.
     """
@@ -46,7 +46,7 @@ class Layers:
 
     @property
     def vocabulary(self) -> list[str]:
-        """Which of output head and token embedding are quantized."""
+        """Which of the output head and the token embedding are quantized."""
         return [names[0] for names in self.quantized if names[0].endswith((LM_HEAD, EMBEDDING))]
 
     @property

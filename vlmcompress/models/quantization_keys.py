@@ -1,6 +1,7 @@
-"""Keys of other tools' quantization configs: one that a reader does not know may change what weights mean, and is refused.
+"""Keys of other tools' quantization configs: an unknown key may change the meaning of weights and is refused.
 
-Each reader says which keys it reads, which change nothing (`MADE`, and its own) and which may have some values only.
+Each reader declares which keys it reads, which are irrelevant (`IRRELEVANT` and its own) and which may only have certain
+values.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _METHOD = """act_group_aware amp autogptq_version autoround_version batch_size c
     model_name_or_path model_seqlen mse nsamples pad_token_id provider quant_method scale_dtype seqlen
     static_attention_granularity static_groups static_kv_granularity tokenizer true_sequential"""
 IRRELEVANT = frozenset(f"{_RUN} {_LAYERS} {_METHOD}".split())
-"""How AutoGPTQ, GPTQModel, AutoAWQ, auto-round and transformers made a checkpoint of integers, and which kernels run it there;
-which layers are quantized is seen by their tensors."""
+"""Keys about how AutoGPTQ, GPTQModel, AutoAWQ, auto-round and transformers made an integer checkpoint, and which kernels they
+use; the tensors themselves show which layers are quantized."""
 INTEGERS: Mapping[str, Collection[Any]] = {"data_type": ("int",), "pack_dtype": ("int32",), "act_bits": range(16, 33)}
-"""Values that such a checkpoint has where it is packed as we read it and its activations are in 16 bits."""
+"""Values for such a checkpoint in the supported packing, with 16-bit activations."""
 
 
 def refuse_unknown(
@@ -34,14 +35,14 @@ def refuse_unknown(
     only: Mapping[str, Collection] | None = None,
     at: str = "",
 ) -> None:
-    """Raise `UserError` for the first key that may change what the weights mean; null and what is empty say nothing.
+    """Raise `UserError` for the first key that may change the meaning of weights; null and empty values are ignored.
 
     Args:
         block: a JSON object of a quantization config.
         read: the keys that the reader reads.
-        harmless: those that change nothing, whatever their value.
-        only: key -> the values that it may have.
-        at: the block's place in `quantization_config`, with a dot at the end.
+        harmless: irrelevant keys, with any value.
+        only: key -> its allowed values.
+        at: path of the block in `quantization_config`, with a trailing dot.
     """
     if not isinstance(block, Mapping):
         raise UserError(f"quantization_config: {at.removesuffix('.') or 'it'} is no JSON object; restore it")

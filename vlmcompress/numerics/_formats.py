@@ -12,8 +12,8 @@ import torch
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 FLOAT4_MAX = 6.0
-BLOCK = 16  # columns that share a scale in NVFP4
-MX_BLOCK = 32  # and in microscaling formats
+BLOCK = 16  # columns per scale in NVFP4
+MX_BLOCK = 32  # columns per scale in microscaling formats
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Format:
         kind: "int" (signed, 2 to 8 bits) or "float" (8 bits: float8_e4m3fn; 4 bits: NVFP4 or MXFP4).
         bits: bits per weight.
         group: columns that share a scale; -1 is one scale per output row, 0 one scale per matrix. Floats in groups of 32 are
-            those of microscaling, MXFP8 and MXFP4; NVFP4 has 16.
-        symmetric: no zero point.
-        rows: outputs that share a scale, besides columns, in blocks that the matrix's edges may cut; float8 alone.
+            MXFP8 and MXFP4, 4-bit floats in groups of 16 are NVFP4.
+        symmetric: whether there is no zero point.
+        rows: output rows per scale, for scales of blocks `rows` x `group`; blocks at the edges may be smaller. float8 only.
     """
 
     kind: Literal["int", "float"]
@@ -38,7 +38,7 @@ class Format:
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.bits)
         if self.rows != 1 and (self.rows < 1 or self.group < 1 or self.kind != "float" or self.bits != 8):
-            raise ValueError(f"only float8 in groups of columns has a scale for several rows, got rows {self.rows!r}")
+            raise ValueError(f"only float8 with column groups can share a scale between rows, got rows {self.rows!r}")
         if type(self.group) is not int or self.group < -1:
             raise ValueError(f"group_size must be positive, -1 (per row) or 0 (per matrix), got {self.group!r}")
         if not isinstance(self.symmetric, bool):
@@ -68,7 +68,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """What people call the kind of codes: int, fp8, nvfp4, mxfp4 or mxfp8, the last three with their scales."""
+        """Common name of the format: int, fp8, nvfp4, mxfp4 or mxfp8; the last three names imply how scales are stored."""
         if self.kind == "int":
             return "int"
         return "nvfp4" if self.nvfp4 else f"{'mx' if self.mx else ''}fp{self.bits}"
@@ -87,9 +87,9 @@ class Format:
 
     @cached_property
     def max_codes(self) -> tuple[float, ...]:
-        """Codes at which the largest magnitude of a symmetric piece may be put; of equal errors the first is taken.
+        """Codes that the largest magnitude of a symmetric group may be mapped to; the first one wins ties.
 
-        Of microscaling formats before the scale is rounded to a power of two: then it may be 1.75 times that, or 7/8.
+        In microscaling formats this is before the scale is rounded to a power of two, which multiplies it by 7/8 to 1.75.
         """
         if self.kind == "int":
             return self.qmax + 0.5, self.qmax
@@ -99,7 +99,7 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that codes are kept in before an exporter packs them."""
+        """The dtype of codes before an exporter packs them."""
         return torch.int8 if self.kind == "int" else FLOAT8
 
     def n_groups(self, columns: int) -> int:
@@ -111,7 +111,7 @@ class Format:
         if columns % self.group:
             if self.nvfp4 or self.mx:
                 raise ValueError(
-                    f"{self.name.upper()} has a scale for each {self.group} of {columns} input features, which they do not fill"
+                    f"{self.name.upper()} has a scale per {self.group} inputs, which does not divide the layer's {columns}"
                 )
             raise ValueError(
                 f"group size {self.group} does not divide {columns} input features; "
@@ -122,10 +122,11 @@ class Format:
 
 @dataclass(frozen=True)
 class ActFormat:
-    """Format of a linear layer's input as an engine quantizes it: a scale per token (dynamic) or one fixed scale (static).
+    """Format of a linear layer's input as an engine quantizes it: with with a scale per token (dynamic) or one fixed scale
+    (static).
 
-    4-bit floats are NVFP4: the engine finds the scale of each 16 channels of a token (dynamic), relative to a fixed number.
-    With `mx` floats are MXFP4 or MXFP8: the engine finds a power of two for each 32 channels of a token.
+    4-bit floats are NVFP4: the engine computes a scale per 16 channels of a token (dynamic), relative to a fixed global scale.
+    With `mx` they are MXFP4 or MXFP8: the engine computes a power of two per 32 channels of a token.
     """
 
     kind: Literal["int", "float"]
@@ -145,7 +146,7 @@ class ActFormat:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a layer has a fixed number for its input: its scale, or for NVFP4 the divisor `448 * 6 / max|X|`."""
+        """Whether calibration fixes a number for the layer's input: its scale, or for NVFP4 the divisor `448 * 6 / max|X|`."""
         return not self.dynamic or self.nvfp4
 
 
@@ -173,7 +174,8 @@ def label(scheme: Scheme | None) -> str:
 
 
 def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
-    """Integer weights, 16-bit activations. Engines have kernels for groups and rows, none for one scale per matrix."""
+    """Integer weights, 16-bit activations. Raises ValueError for group size 0: engines have no kernel for one scale per
+    matrix."""
     if group_size == 0:
         raise ValueError("group_size must be a positive number or -1 (one scale per row), got 0")
     return Scheme(Format("int", bits, group_size, symmetric))

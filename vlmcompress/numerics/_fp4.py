@@ -17,15 +17,15 @@ from torch import Tensor
 from vlmcompress.numerics._formats import FLOAT4_MAX, FLOAT8, FLOAT8_MAX
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
-_CHUNK = 1 << 16  # codes that are packed at a time on a CPU, whose few temporaries then stay in its cache
+_EXPONENT = 0x7F800000  # exponent bits of a float32
+_CHUNK = 1 << 16  # codes packed at a time on a CPU, so that temporaries stay in its cache
 
 
 def round_fp4(x: Tensor) -> Tensor:
-    """Round `x` to the nearest 4-bit floats, in place. Those of magnitude 6 or more become 6.
+    """Round float32 `x` to the nearest 4-bit floats, in place, and return it. Magnitudes above 6 become 6.
 
-    Adding and taking away 1.5 * 2^23 steps rounds to a multiple of the step, which is half of the power of two below `|x|`, and
-    half of 1 below that.
+    Adding and subtracting 1.5 * 2^23 steps rounds to a multiple of the step. The step is half of the power of two below `|x|`,
+    and 0.5 for `|x| < 1`.
     """
     if x.dtype != torch.float32:
         return x.copy_(round_fp4(x.float()))
@@ -38,34 +38,36 @@ def round_fp4(x: Tensor) -> Tensor:
 
 
 def find_global_scale(tensors: Iterable[Tensor]) -> Tensor:
-    """The number g, float32 `[1]`, that the float8 scales of some tensors are relative to: `448 * 6 / max|x|`.
+    """Compute the global scale of NVFP4 for some tensors, `448 * 6 / max|x|`: float32 `[1]`; 1 where all are zero.
 
-    It is a divisor: the largest block has the largest float8 as its scale. Layers that an engine makes one matrix of must share
-    one, so give all of their weights. 1 where all are zero.
+    It is a divisor: the largest block gets the largest float8 as its scale. Layers that an engine fuses into one matrix must
+    share it, so pass all of their weights.
     """
     return divisor(torch.stack([x.abs().amax().float() for x in tensors]).amax())
 
 
 def divisor(largest: Tensor) -> Tensor:
-    """Compute `448 * 6 / largest`, float32 `[1]`, for the largest magnitude of a matrix; 1 where that is no number."""
+    """Compute `448 * 6 / largest`, float32 `[1]`, for the largest magnitude of a matrix; 1 where the quotient is not
+    finite."""
     # `generate_gparam` of compressed-tensors: the largest block gets the scale 448, its largest weight the code 6.
     ratio = FLOAT8_MAX * FLOAT4_MAX / largest.float().clamp_min(torch.finfo(torch.float32).tiny)
     return ratio.nan_to_num(nan=1.0, posinf=1.0).view(1)
 
 
 def on_grid(scale: Tensor, divided: Tensor) -> Tensor:
-    """Round float32 scales to what is stored, float8 over the global scale `divided [1]`, finite and above zero: float32."""
+    """Round float32 scales to the stored values, float8 divided by the global scale `divided [1]`; returns float32,
+    positive."""
     return stored(scale * divided).float() / divided
 
 
 def stored(scale: Tensor) -> Tensor:
-    """Round float32 scales, times the global scale, to float8; zero becomes the type's epsilon."""
-    rounded = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)  # e4m3fn has no infinity: what exceeds 448 would become NaN
+    """Round float32 scales, already multiplied by the global scale, to float8; zero becomes float8's epsilon."""
+    rounded = scale.clamp(max=FLOAT8_MAX).to(FLOAT8)  # e4m3fn has no infinity: values above 448 would become NaN
     return torch.where(rounded.float() == 0, torch.finfo(FLOAT8).eps, rounded.float()).to(FLOAT8)
 
 
 def pack_fp4(q: Tensor) -> Tensor:
-    """Pack 4-bit floats `q [out, in]`, float8 as of `numerics.quantize`, two in a byte: uint8 `[out, in / 2]`.
+    """Pack 4-bit floats `q [out, in]`, stored as float8, two to a byte: uint8 `[out, in / 2]`.
 
     The first of two is in the lower bits. Raises ValueError for an odd number of columns.
 
@@ -73,21 +75,22 @@ def pack_fp4(q: Tensor) -> Tensor:
 
         0: 0000000   0.5: 0110000   1: 0111000   1.5: 0111100   2: 1000000   3: 1000100   4: 1001000   6: 1001100
 
-    so bits 2 and 3 are the lower bits of the index, and bit 6 is its upper one; 0.5 alone needs bits 5 and 3 to tell it from 0.
+    so bits 2 and 3 are the lower bits of the index, and bit 6 is its upper one; only 0.5 needs bits 5 and 3, to distinguish it
+    from 0.
     """
     if q.shape[-1] % 2:
-        raise ValueError(f"two 4-bit floats fill a byte, and {q.shape[-1]} columns are odd")
+        raise ValueError(f"4-bit floats are packed in pairs, and {q.shape[-1]} columns are an odd number")
     packed = torch.empty(*q.shape[:-1], q.shape[-1] // 2, dtype=torch.uint8, device=q.device)
     for rows in _rows(q):
         pair = q[rows].contiguous().view(torch.int16)  # two neighbours, the first in the lower byte
         code = (pair >> 2 & 0x0303) | (pair >> 4 & 0x0C0C)  # bits 2 and 3 of each byte; bits 6 and 7, the sign
         code |= pair >> 5 & ~(pair >> 3) & 0x0101  # 0.5
-        packed[rows] = code | code >> 4  # of which the lower byte stays
+        packed[rows] = code | code >> 4  # the lower byte is kept
     return packed
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
-    """The 4-bit floats of bytes `packed [out, in / 2]` as float8 `[out, in]`; the inverse of `pack_fp4`."""
+    """Unpack bytes `[out, in / 2]` to 4-bit floats in float8 `[out, in]`; the inverse of `pack_fp4`."""
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=packed.device).to(FLOAT8).view(torch.uint8)
     values = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8, device=packed.device)
     for rows in _rows(packed):
@@ -97,7 +100,8 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> list[slice]:
-    """Parts of the rows of `x [out, in]`: on a CPU of `_CHUNK` codes; all at once elsewhere, where each part starts kernels."""
+    """Split the rows of `x [out, in]` into parts of about `_CHUNK` codes on a CPU; one part elsewhere, as each part costs
+    launches."""
     if x.device.type != "cpu":
         return [slice(None)]
     step = max(1, _CHUNK // max(1, x.shape[-1]))

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BIAS, _MANTISSA = 127, 23  # of float32, whose field of the exponent is the byte
-_UP = 1 << (_MANTISSA - 2)  # from 1.75 times a power of two on the next one is taken
+_BIAS, _MANTISSA = 127, 23  # of float32, whose exponent field is the stored byte
+_UP = 1 << (_MANTISSA - 2)  # rounds up from 1.75 times a power of two on
 
 
 def on_grid(scale: Tensor) -> Tensor:
-    """Round float32 scales to powers of two, finite and above zero: the one below, from 1.75 times that on the one above.
+    """Round float32 scales to powers of two, down, or up from 1.75 times the lower power on; the result is finite and
+    positive.
 
-    Zero, of a block of zeros, becomes 1, whose square is a number like any other.
+    Zero, the scale of a block of zeros, becomes 1.
     """
     # A float32 is a sign, the exponent plus 127 and 23 bits of mantissa: 1/4 added to the latter carries from 1.75 on.
     byte = (scale.contiguous().view(torch.int32) + _UP) >> _MANTISSA
@@ -26,10 +27,10 @@ def on_grid(scale: Tensor) -> Tensor:
 
 
 def stored(scale: Tensor) -> Tensor:
-    """The bytes of scales, which are float32 powers of two: uint8."""
+    """The stored bytes (exponent plus 127), uint8, of float32 scales that are powers of two."""
     return (scale.contiguous().view(torch.int32) >> _MANTISSA).to(torch.uint8)
 
 
 def steps(stored: Tensor) -> Tensor:
-    """The float32 powers of two of bytes; the inverse of `stored`."""
+    """The float32 powers of two for stored bytes; the inverse of `stored`."""
     return torch.exp2(stored.float() - _BIAS)

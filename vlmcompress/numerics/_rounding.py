@@ -1,6 +1,7 @@
 """Find scales, round, dequantize: the arithmetic of all formats; see the package for its conventions.
 
-A scale is always the factor of a code: for NVFP4, MXFP4 and MXFP8 float32, already rounded to what is stored.
+A scale is always the factor by which a code is multiplied; for NVFP4, MXFP4 and MXFP8 in float32, rounded to a value that can
+be stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from vlmcompress.numerics import _fp4, _mx
 from vlmcompress.numerics._float8 import widened
 from vlmcompress.numerics._formats import FLOAT8, Format
 
-_CACHED = 1 << 16  # elements of a tensor of which a few fit into a core's cache
+_CACHED = 1 << 16  # elements per part, so that a few temporaries fit into a core's cache
 
 
 def find_params(
@@ -25,23 +26,24 @@ def find_params(
     max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point that cover `ratio` of the range of each piece of `w`.
+    """Find the scale and zero point that cover `ratio` of the range of each group of `w`.
 
     Args:
         w: `[out, in]`, any float dtype.
         fmt: the format to fit.
-        scale_dtype: dtype the scale is stored in; NVFP4, MXFP4 and MXFP8 ignore it. ratio: at most 1; less clips the
-        largest values for a finer step. A number, or a tensor shaped like the scale. importance: weight of a squared
-        error in each column, at least 0: `[in]` (the diagonal of a Gram matrix), or
-            `[out, in]`; None: all alike. Columns of weight 0 widen no range, unless all of a piece have it.
-        max_code: the code at which the largest magnitude of a symmetric piece is put; None: the one of `fmt.max_codes` with the
-            least error of rounding to nearest.
-        global_scale: of NVFP4, the number `[1]` that scales are stored relative to; None: that of the ranges given here,
-            which is near enough to compare ways of rounding.
+        scale_dtype: dtype the scale is stored in; ignored for NVFP4, MXFP4 and MXFP8.
+        ratio: at most 1; a smaller one clips the largest values for a finer step. A number, or a tensor shaped like the
+            scale.
+        importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix) or
+            `[out, in]`; None: all 1. Columns of weight 0 do not widen a range, unless all columns of the group have weight 0.
+        max_code: the code that the largest magnitude of a symmetric group is mapped to; None: the one of `fmt.max_codes` with
+            the smallest error of rounding to nearest.
+        global_scale: NVFP4's global scale `[1]`; None: computed from these ranges, accurate enough to compare ways of
+            rounding.
 
     Returns:
-        scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None. Of NVFP4
-        float32, rounded to what is stored: float8 over the global scale; of MXFP4 and MXFP8 float32 powers of two.
+        scale `[out, n_groups]` (`[1]` per matrix) in `scale_dtype`, and the int8 zero point of that shape, or None. NVFP4:
+        float32, rounded to float8 divided by the global scale; MXFP4 and MXFP8: float32 powers of two.
     """
     low, high = find_ranges(w, fmt, importance)
     kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
@@ -49,15 +51,16 @@ def find_params(
 
 
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Least and largest value of each piece of `w`, widened to hold 0: float32, shaped like the scale; see `find_params`."""
-    every = [slice(None)] if fmt.group == 0 else row_chunks(w)  # one scale for all: no part of the rows has a range
+    """Smallest and largest value of each group of `w`, widened to include 0: float32, shaped like the scale. `importance`: as
+    in `find_params`. Raises ValueError for NaN or Inf."""
+    every = [slice(None)] if fmt.group == 0 else row_chunks(w)  # one scale for the matrix, so rows cannot be split
     if importance is not None and importance.device.type == "cpu" and importance.amin() > 0:
-        importance = None  # saves a pass; on an accelerator to wait for the answer costs more
+        importance = None  # saves a pass; on an accelerator, waiting for the result would cost more
     lows, highs = [], []
     for rows in every:
         part, counts = w[rows].float(), _of(importance, rows)
         pieces = _pieces(part, fmt)
-        if counts is not None:  # inputs that are always zero multiply weights of any size: those widen no range
+        if counts is not None:  # weights of inputs that are always zero have no effect, so they do not widen a range
             dead = _counts(counts, part, fmt) == 0
             pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
         lows.append(pieces.amin(-1).clamp_(max=0))
@@ -80,9 +83,9 @@ def scale_from_range(
     max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `find_params` returns, for pieces of `w` that are to cover `low` to `high`, as of `find_ranges`."""
+    """Return what `find_params` returns, for ranges `low` to `high` of each group of `w`, shaped as by `find_ranges`."""
     if not fmt.symmetric:
-        # The zero point is found with the scale as it is stored, so that 0 is a code exactly.
+        # The zero point is computed with the stored scale, so that 0 is represented exactly.
         scale = _stored((high - low) / (fmt.qmax - fmt.qmin), scale_dtype)
         zero = (fmt.qmin - low / scale.float()).round_().clamp_(fmt.qmin, fmt.qmax)
         return scale, zero.to(torch.int8)
@@ -92,8 +95,8 @@ def scale_from_range(
         as_stored(top / code, fmt, scale_dtype, divided)
         for code in (fmt.max_codes if max_code is None else (max_code,))
     ]
-    # For NVFP4 this is Four Over Six's choice: a block's largest value at 6 or at 4, by the block's squared error. The scales
-    # that are compared are those that are stored, as rounding them to float8 may turn the order.
+    # For NVFP4 this is Four Over Six's choice: a block's largest value becomes 6 or 4, by the block's squared error. The
+    # stored scales are compared, as rounding them to float8 may reverse the order.
     for rows in [slice(None)] if fmt.group == 0 else row_chunks(w) if others else []:
         part, counts = w[rows].float(), _of(importance, rows)
         pieces = _pieces(part, fmt)
@@ -110,20 +113,20 @@ def scale_from_range(
 
 
 def as_stored(scale: Tensor, fmt: Format, scale_dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
-    """Round float32 scales to their stored values, finite and above zero: in `scale_dtype`, or as in `find_params`."""
+    """Round float32 scales to their stored values, finite and positive. Dtype of the result: see `find_params`."""
     if fmt.mx:
         return _mx.on_grid(scale)
     if fmt.nvfp4:
         if global_scale is None:
-            raise ValueError("NVFP4 needs the global scale that its scales are stored relative to")
+            raise ValueError("NVFP4 needs a global scale")
         return _fp4.on_grid(scale, global_scale)
     return _stored(scale, scale_dtype)
 
 
 def row_chunks(w: Tensor) -> list[slice]:
-    """Split the rows of `w [out, in]` so that float32 temporaries of a part fit a CPU's cache; no split elsewhere.
+    """Split the rows of `w [out, in]` so that float32 temporaries of a part fit a CPU's cache; elsewhere one part.
 
-    Arithmetic on weights is a chain of cheap passes, and passes through memory take several times as long.
+    Arithmetic on weights is a chain of cheap passes, which take several times as long out of cache.
     """
     step = max(1, len(w))
     if w.device.type == "cpu":
@@ -138,14 +141,16 @@ def round_to_codes(
 
     `out`: float32 tensor that takes the codes; it may be `x`.
     """
-    x = torch.div(x, scale, out=out)  # a quotient, as in engines: times the reciprocal some halves round the other way
+    x = torch.div(
+        x, scale, out=out
+    )  # divides, as engines do: multiplying by the reciprocal rounds some halves the other way
     if zero_point is not None:
         x.add_(zero_point)
     return to_codes(x, fmt)
 
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
-    """Round `x`, float32 in units of a step with code 0 at 0, to the nearest codes, in place."""
+    """Round float32 `x`, in units of the scale and with the zero point at 0, to the nearest codes, in place; returns `x`."""
     if fmt.fp4:
         return _fp4.round_fp4(x)
     if fmt.kind == "float":
@@ -154,19 +159,19 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """The values of float32 `codes`; the inverse of `round_to_codes` up to rounding."""
+    """The values that float32 `codes` represent; the inverse of `round_to_codes` up to rounding."""
     return codes * scale if zero_point is None else (codes - zero_point) * scale
 
 
 def remainder(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *, out: Tensor | None = None
 ) -> Tensor:
-    """`x` minus the values of its float32 `codes`; `out`: result tensor, may be `x`."""
+    """`x` minus the values that its float32 `codes` represent; `out`: result tensor, may be `x`."""
     return torch.addcmul(x, codes if zero_point is None else codes - zero_point, scale, value=-1, out=out)
 
 
 def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
-    """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, given parameters from `find_params`."""
+    """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, with scale and zero point from `find_params`."""
     q = torch.empty_like(w, dtype=fmt.dtype, memory_format=torch.contiguous_format)
     for rows in row_chunks(w):
         pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
@@ -179,7 +184,7 @@ def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Forma
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
-    """Float32 values `[out, in]` of the codes `q [out, in]`, of all its `rows` or some."""
+    """Float32 values `[out, in]` of the codes `q [out, in]`, for the given `rows` (default: all)."""
     if fmt.rows > 1:  # [out / rows, in / group] -> [out, in / group]: the scales of each row's blocks
         scale = scale[torch.arange(len(q), device=scale.device)[rows] // fmt.rows]
     elif scale.dim() > 1:  # not per matrix
@@ -218,25 +223,25 @@ def residual(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -
 
 
 def _pieces(w: Tensor, fmt: Format) -> Tensor:
-    """View `[out, in]` as `[out, n_groups, group]`, the last dimension sharing a scale; `[1, 1, out * in]` per matrix."""
+    """View `[out, in]` as `[out, n_groups, group]`, where the last dimension shares a scale; `[1, 1, out * in]` per matrix."""
     if fmt.group == 0:
         return w.reshape(1, 1, -1)
     return w.reshape(w.shape[0], fmt.n_groups(w.shape[1]), -1)
 
 
 def _of(importance: Tensor | None, rows: slice) -> Tensor | None:
-    """The part of weights `[in]` or `[out, in]` for `rows`."""
+    """The part of an importance `[in]` or `[out, in]` that belongs to `rows`."""
     return importance[rows] if importance is not None and importance.dim() == 2 and len(importance) > 1 else importance
 
 
 def _counts(importance: Tensor, w: Tensor, fmt: Format) -> Tensor:
-    """View weights `[in]` or `[out, in]` so that they broadcast against the pieces of `w`."""
+    """View an importance `[in]` or `[out, in]` so that it broadcasts against `_pieces(w)`."""
     return _pieces(importance.expand(w.shape) if fmt.group == 0 else importance.view(-1, w.shape[1]), fmt)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a float32 scale to the dtype that it is stored in, finite and above zero."""
-    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)  # in float16 a large one would become Inf
+    """Round a float32 scale to the stored `dtype`, finite and positive."""
+    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)  # large scales would become Inf in float16
     return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
 
 

@@ -17,11 +17,13 @@ class QTensor:
     """A quantized weight matrix.
 
     Args:
-        q: `[out, in]` codes, int8 or float8_e4m3fn; of NVFP4 and MXFP4 the 4-bit floats themselves as float8_e4m3fn.
-        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In its stored dtype; NVFP4: float8_e4m3fn;
-        MXFP4 and MXFP8: uint8, exponent of 2 plus 127. zero_point: int8, shaped like `scale`; None when symmetric.
-        format: what the codes mean. global_scale: of NVFP4, the number `[1]`, float32, that `scale` is divided by;
-        else None.
+        q: codes `[out, in]`, int8 or float8_e4m3fn; NVFP4 and MXFP4: the 4-bit floats themselves as float8_e4m3fn.
+        scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In its stored dtype; NVFP4: float8_e4m3fn; MXFP4
+            and
+            MXFP8: uint8, exponent of 2 plus 127.
+        zero_point: int8, shaped like `scale`; None when symmetric.
+        format: what the codes mean.
+        global_scale: NVFP4's float32 `[1]` that `scale` is divided by; else None.
     """
 
     q: Tensor
@@ -34,18 +36,18 @@ class QTensor:
     def of(
         cls, q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
     ) -> QTensor:
-        """A matrix from codes and the scales used in arithmetic (`find_params`), for NVFP4 with its `global_scale`.
+        """Make a matrix from codes and the float32 scales of `find_params`, for NVFP4 with its `global_scale`.
 
         Raises ValueError for NVFP4 scales that can't be stored with this `global_scale`.
         """
         if fmt.nvfp4:
             if global_scale is None:
-                raise ValueError("NVFP4 needs the global scale that its scales were found with")
-            # Two-level scales: float8 of s g in the file, and s = float8 / g is what the engine multiplies by. Codes were found
-            # with s, so it has to be just that number.
+                raise ValueError("NVFP4 needs the global scale that its scales were computed with")
+            # Two-level scales: the file holds float8(s g), and the engine multiplies by s = float8 / g. Codes were computed
+            # with s, so the stored scale has to reproduce exactly that number.
             stored = _fp4.stored(scale * global_scale)
             if not torch.equal(stored.float() / global_scale, scale):
-                raise ValueError("the scales of NVFP4 were found with another global scale")
+                raise ValueError("the scales of NVFP4 were computed with another global scale")
             return cls(q, stored, zero_point, fmt, global_scale)
         return cls(q, _mx.stored(scale) if fmt.mx else scale, zero_point, fmt)
 
@@ -58,7 +60,7 @@ class QTensor:
         return self.scale if self.global_scale is None else self.scale.float() / self.global_scale
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, rows: slice = slice(None)) -> Tensor:
-        """The weights `[out, in]` that an engine computes with, of all rows or some."""
+        """The weights `[out, in]` that an engine computes with, for the given `rows` (default: all)."""
         part = self
         if self.scale.dim() > 1 and self.format.rows == 1:  # so that `step` is computed of these rows alone
             zero_point = None if self.zero_point is None else self.zero_point[rows]
@@ -76,9 +78,9 @@ def round_to_nearest(
     max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> QTensor:
-    """Quantize `w [out, in]` to `fmt`, each element rounded to the nearest code; the other arguments are `find_params`'s.
+    """Quantize `w [out, in]` to `fmt`, each element rounded to the nearest code.
 
-    `global_scale`: of NVFP4; None: that of `w` alone.
+    Other arguments as in `find_params`. `global_scale`: NVFP4's; None: computed from `w` alone.
     """
     if fmt.rows > 1:
         return _round_blocks(w, fmt, scale_dtype)
@@ -92,7 +94,7 @@ def round_to_nearest(
 def quantize_with(
     w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, global_scale: Tensor | None = None
 ) -> QTensor:
-    """Quantize `w [out, in]` to the nearest codes, with a scale and zero point already chosen, of NVFP4 for `global_scale`."""
+    """Quantize `w [out, in]` to the nearest codes with an existing scale and zero point, for NVFP4 those of `global_scale`."""
     return QTensor.of(weight_codes(w, scale, zero_point, fmt), scale, zero_point, fmt, global_scale)
 
 
@@ -102,7 +104,7 @@ def _round_blocks(w: Tensor, fmt: Format, scale_dtype: torch.dtype) -> QTensor:
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     edges = -w.shape[0] % fmt.rows, -w.shape[1] % fmt.group
     padded = torch.nn.functional.pad(w.abs(), (0, edges[1], 0, edges[0]))
-    # Blocks at the edges are padded with zeros, which raise no maximum: [out, in] -> [blocks, rows, blocks, group].
+    # Blocks at the edges are padded with zeros, which do not change a maximum: [out, in] -> [blocks, rows, blocks, group].
     tops = padded.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, fmt.group)).amax((1, 3)).float()  # [blocks, blocks]
     scale = as_stored(tops / fmt.qmax, fmt, scale_dtype)
     q = torch.empty(w.shape, dtype=FLOAT8, device=w.device)
@@ -114,9 +116,10 @@ def _round_blocks(w: Tensor, fmt: Format, scale_dtype: torch.dtype) -> QTensor:
 
 
 def round_activations(x: Tensor, fmt: ActFormat, scale: Tensor | None = None) -> Tensor:
-    """Round `x [tokens, in]` as an engine does, float32. `scale`: of static activations; None: each token has its own.
+    """Round `x [tokens, in]` to `fmt` as an engine does; returns the rounded values in float32.
 
-    Of NVFP4, `scale` is the fixed global scale of the layer's input; None: that of `x`.
+    `scale`: the scale `[1]` of static activations; None: one per token. For NVFP4 it is the fixed global scale of the layer's
+    input; None: the one of `x`.
     """
     x = x.float()
     if fmt.mx:

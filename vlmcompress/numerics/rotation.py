@@ -1,13 +1,12 @@
-"""An orthogonal matrix by which rows are multiplied: a Hadamard matrix with random signs, or a random one.
+"""Rotations: multiply rows by an orthogonal matrix, a Hadamard matrix with random signs or a random one.
 
-Multiplied by `R = diag(s) H / sqrt(n)`, s random signs, what one channel holds is spread evenly over all n, which
-removes outlier channels and their large weights (QuaRot, arXiv 2404.00456, section 3; SpinQuant, arXiv 2405.16406,
-equation 3 and figure 1; QuIP#, arXiv 2402.04396, lemma 3.1). Where no Hadamard matrix of order n is known here, n =
-2^k m, `H` is the Kronecker product of Sylvester's of order 2^k and a random orthogonal matrix of order m. A random one
-(Haar, from the QR decomposition of a Gaussian matrix with the signs of R's diagonal) spreads less evenly and costs
-more.
+Multiplying by `R = diag(s) H / sqrt(n)`, s random signs, spreads the value of one channel evenly over all n, which removes
+outlier channels and their large weights (QuaRot, arXiv 2404.00456; SpinQuant, arXiv 2405.16406, section 3.1; QuIP#, arXiv
+2402.04396, section 3). For an order n = 2^k m without a Hadamard matrix in this file, `H` is the Kronecker product of
+Sylvester's matrix of order 2^k and a random orthogonal matrix of order m. A random matrix (Haar, from the QR decomposition of
+a Gaussian matrix with the signs of R's diagonal) spreads less evenly and costs more.
 
-Rows are multiplied in `k + m` operations an entry where H is such a product, in n where it is random.
+Multiplying a row takes `k + m` operations per entry where H is such a product, n where it is random.
 
 A Hadamard matrix has entries 1 and -1 and orthogonal rows. Here they are Sylvester's doublings of one of Paley's (1933).
 For a prime q, `chi(a)` is 1 for squares modulo q, -1 for others and 0 for 0, and `Q_ij = chi(i - j)`. With `S` that
@@ -29,19 +28,19 @@ Kind = Literal["hadamard", "random"]
 KINDS: tuple[Kind, ...] = ("hadamard", "random")
 _SEEDS = 2**63
 _ROWS = 8192
-"""Rows multiplied at once: an embedding is large, and its temporaries are as large again."""
+"""Rows multiplied at a time: an embedding is large, and so are its temporaries."""
 
 
 class Rotation:
-    """An orthogonal matrix `R [n, n]`, the same for equal arguments on every machine."""
+    """An orthogonal matrix `R [n, n]`; equal arguments give the same matrix on every machine."""
 
     def __init__(self, kind: Kind, n: int, seed: int, index: int = 0):
         """Draw the matrix.
 
         Args:
             kind: `hadamard` or `random`.
-            n: its size.
-            seed, index: a seed, and which of its matrices.
+            n: size of the matrix.
+            seed, index: seed, and number of the matrix among those of this seed.
         """
         if kind not in KINDS:
             raise ValueError(f"a rotation is {' or '.join(KINDS)}, not '{kind}'")
@@ -57,7 +56,7 @@ class Rotation:
         self.signs = torch.randint(0, 2, (n,), generator=draw, dtype=torch.float64) * 2 - 1
 
     def rows(self, x: Tensor) -> Tensor:
-        """Multiply rows `[..., n]` by R, in the type of `x` and where it is."""
+        """Multiply rows `[..., n]` by R; dtype and device are those of `x`."""
         flat, signs, factor = x.reshape(-1, self.n), self.signs.to(x), self.factor.to(x)
         rotated = torch.empty_like(flat)
         for first in range(0, len(flat), _ROWS):
@@ -69,7 +68,8 @@ class Rotation:
         return rotated.reshape(x.shape)
 
     def columns(self, x: Tensor) -> Tensor:
-        """Multiply a matrix `[n, columns]` by R transposed from the left: what writes `y` then writes `y R`."""
+        """Multiply a matrix `[n, columns]` by R^T from the left: a layer with this weight and output `y` then outputs `y
+        R`."""
         return self.rows(x.transpose(-1, -2)).transpose(-1, -2)
 
     def matrix(self) -> Tensor:
@@ -86,7 +86,7 @@ def _haar(n: int, draw: torch.Generator) -> Tensor:
 
 
 def hadamard_factors(n: int) -> tuple[int, int] | None:
-    """`(2^k, m)` with `2^k m = n` and m, as small as there is one here, the order of a Hadamard matrix; None: there is none."""
+    """`(2^k, m)` with `2^k m = n` and m the smallest order for which `hadamard_matrix` works; None if there is none."""
     return next(((power, n // power) for power in _powers(n) if _paley(n // power) is not None), None)
 
 
@@ -96,15 +96,15 @@ def even_part(n: int) -> int:
 
 
 def hadamard_matrix(m: int) -> Tensor:
-    """The Hadamard matrix `[m, m]`, float64, of an order that `hadamard_factors` gives. Raises `ValueError` for one without."""
+    """The Hadamard matrix `[m, m]`, float64, for an order from `hadamard_factors`. Raises `ValueError` for other orders."""
     matrix = _paley(m)
     if matrix is None:
-        raise ValueError(f"no Hadamard matrix of order {m} is known here")
+        raise ValueError(f"no construction of a Hadamard matrix of order {m} is known")
     return matrix.clone()
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Multiply rows `[..., 2^k]` by Sylvester's matrix `[2^k, 2^k]`, in k passes of sums and differences."""
+    """Multiply rows `[..., 2^k]` by Sylvester's matrix `[2^k, 2^k]`, in k passes. Raises ValueError for other lengths."""
     n, shape = x.shape[-1], x.shape
     if n & (n - 1):
         raise ValueError(f"rows have {n} entries; give a power of two")
@@ -120,13 +120,13 @@ def hadamard_transform(x: Tensor) -> Tensor:
 def _powers(n: int) -> list[int]:
     """The powers of two that divide n, largest first."""
     if n < 1:
-        raise ValueError(f"a size of {n}; give at least 1")
+        raise ValueError(f"the size is {n}; give at least 1")
     return [1 << k for k in range((n & -n).bit_length())][::-1]
 
 
 @cache
 def _paley(m: int) -> Tensor | None:
-    """A Hadamard matrix of order m: 1, or by one of Paley's constructions; None where neither gives one."""
+    """A Hadamard matrix of order m, trivial for 1, else by one of Paley's constructions; None where neither applies."""
     if m == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     if m % 4 == 0 and _prime(m - 1):  # Paley's first construction, q = m - 1 = 3 modulo 4

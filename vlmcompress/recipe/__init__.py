@@ -1,4 +1,4 @@
-"""Recipes: everything that decides what is written, as data; where values come from, and their checks."""
+"""Recipes: all settings of a checkpoint as data, merged from several places and checked; and the table of targets."""
 
 from vlmcompress.recipe.recipe import DEFAULT, FORMATS, SCHEMES, Calibrate, Recipe, Resolved, resolve
 

@@ -1,7 +1,7 @@
-"""A LoRA adapter's folder as PEFT writes it: which base it names, and what it has besides weights.
+"""A LoRA adapter's folder as PEFT writes it: its base model, and its files other than weights.
 
-Its tensors are read by `export.adapter`, which merges them. Trainers save tokenizer, processor and chat template next to
-them. These are what the adapter was trained with, so they take the place of the base's.
+`export.adapter` reads and merges its tensors. Trainers save tokenizer, processor and chat template next to them. As the
+adapter was trained with these files, they replace the base's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adapter_sha256(folder: Path | None) -> str | None:
 
 
 def replaced(model: Path, adapter: Path | None) -> list[str]:
-    """Which of tokenizer, processor and chat template the adapter replaces."""
+    """Those of tokenizer, processor and chat template that the adapter replaces."""
     if adapter is None:
         return []
     contents = {kind: _content(adapter, kind) for kind in model_folder.PROCESSING}
@@ -75,7 +75,7 @@ def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[
 
 
 def _content(folder: Path, kind: str) -> dict[str, bytes]:
-    """The files of a kind, by name; a chat template in the file of the tokenizer's settings is one of the template's."""
+    """Name -> content of the files of a kind. A chat template within tokenizer_config.json counts as a template file."""
     files = {str(place): (folder / place).read_bytes() for place in model_folder.processing_files(folder, kind)}
     if kind == "chat template" and not files and (template := _inline_template(folder)):
         files["chat_template.jinja"] = template
@@ -96,5 +96,5 @@ def base_of(folder: Path) -> str:
     name = read_adapter_config(folder).get(_NAME)
     if isinstance(name, str) and name and (Path(name).is_dir() or hub.parse_repository(name)):
         return name
-    why = f"names the base {name!r}, which is not here" if name else "names no base"
+    why = f"names the base {name!r}, which does not exist" if name else "names no base"
     raise UserError(f"the adapter {folder} {why}; name it: MODEL --adapter {folder}")

@@ -1,8 +1,8 @@
 """Rules that allocate a budget of bytes to the groups of a decoder; `RULES` has them by their names in `bits.by`.
 
-Pure: tables of sizes and predicted errors in, one choice a group out. A *group* is linear layers that read one input (and that
-engines fuse: q/k/v, gate/up), so shards of a fused matrix always get the same choice; all experts of a block are one group,
-too, as engines run them by one kernel.
+Pure functions: from tables of sizes and predicted errors to one choice per group. A *group* is the linear layers that read
+one input (and that engines fuse: q/k/v, gate/up), so that shards of a fused matrix always get the same choice; all experts of
+a block are one group, too, as engines run them by one kernel.
 
 `error` is the default: the least predicted error within the budget, a multiple-choice knapsack, solved exactly.
 
@@ -10,10 +10,10 @@ too, as engines run them by one kernel.
 
 A price `lambda` on bytes splits the problem: `L(lambda) = sum_i min_k (e_i + lambda b_i) - lambda B` is at most the optimum
 for any lambda >= 0, and the lambda that makes it largest comes out of walking the groups' lower convex hulls from the
-smallest candidates upwards, steepest fall of error first. That walk, filled up greedily, is also a good first choice. The
+smallest candidates upwards, steepest fall of error first. That walk, completed greedily, also gives a good first choice. The
 gap between the lower bound and that choice is closed by dynamic programming over (bytes, error): a partial choice is dropped
-when another has no more bytes and no more error, or when its price bound reaches the best choice so far. What survives is
-little, as the two bounds are close: 320 groups of 5 candidates take under a second. Only when more than `LIMIT` partial
+when another has no more bytes and no more error, or when its price bound reaches the best choice so far. Few survive, as
+the two bounds are close: 320 groups of 5 candidates take under a second. Only when more than `LIMIT` partial
 choices survive are those with the worst bounds dropped; the result is then within `gap` of the optimum, which
 `solve_knapsack` returns (0 otherwise).
 
@@ -22,10 +22,10 @@ The others use the entropy of activations and no error:
 * `luq` (LUQ, arXiv 2509.23729): the blocks whose input has the least entropy get the fewest bits. Entropy is that of the
   clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1
   bit (BiLLM, which no engine runs) and the others 4; here the widths are the largest that fits for all blocks and the next
-  one up, which as many blocks get as fit.
+  larger one, for as many blocks as the budget allows.
 * `qvlm` (from Q-VLM's proxy, arXiv 2410.08119): blocks whose activations have the least entropy given the block before get the
-  fewest bits. Q-VLM takes that entropy for how strongly a block's error spreads into the blocks after it, and searches strongly
-  coupled blocks together; the paper allocates no bits. Ranking by this entropy is our addition, to compare with `luq`
+  fewest bits. Q-VLM uses that entropy to estimate how strongly a block's error spreads into later blocks, and searches strongly
+  coupled blocks together; the paper does not allocate bits. Ranking by this entropy is our addition, to compare with `luq`
   and `error`.
 """
 
@@ -71,7 +71,7 @@ class Unreachable(ValueError):
     """The budget is below the sum of the smallest candidates: `smallest` bytes."""
 
     def __init__(self, budget: int, smallest: int):
-        super().__init__(f"{budget} bytes are asked for and {smallest} are the fewest possible")
+        super().__init__(f"the budget is {budget} bytes, but the smallest possible size is {smallest}")
         self.smallest = smallest
 
 
@@ -91,7 +91,7 @@ def cost(candidates: Candidates, choice: Mapping[Key, int]) -> GroupOption:
 
 
 def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict[Key, int], float]:
-    """Choose the candidates of least summed error, and bound how far the sum can be from the optimum (0: it is the optimum)."""
+    """Return the choice of candidates with the least summed error, and a bound on its gap to the optimum (0: it is optimal)."""
     _check(candidates, budget)
     keys = sorted(candidates)
     groups = [candidates[key] for key in keys]
@@ -107,8 +107,8 @@ def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> t
     for i, group in enumerate(groups):
         after = rest[len(groups) - 1 - i] - price * budget
         room += min(candidate.nbytes for candidate in group)  # room that the later groups leave at their smallest
-        # Error so far, the price of the bytes so far, and what the later groups cost at least are L(lambda) of what may come of
-        # a partial choice: only one that may still be better than the best choice goes on.
+        # Error so far, the price of the bytes so far and the least cost of the later groups bound every completion of a partial
+        # choice from below, as in L(lambda). Only partial choices whose bound is below the best choice are kept.
         grown: list[Partial] = [
             (size + candidate.nbytes, error + candidate.error, (past, k))
             for size, error, past in states
@@ -116,7 +116,7 @@ def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> t
             if size + candidate.nbytes <= room
             and error + candidate.error + price * (size + candidate.nbytes) + after < least
         ]
-        # Of partial choices of no fewer bytes and no less error than another one can come of nothing better.
+        # A partial choice with no fewer bytes and no less error than another one cannot lead to a better result.
         grown.sort(key=lambda state: state[:2])
         states = []
         for state in grown:
@@ -137,7 +137,7 @@ def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> t
 
 
 def _greedy(groups: Sequence[Sequence[GroupOption]], budget: int) -> tuple[float, list[int]]:
-    """Find the best price of a byte, and a choice within the budget that is near the optimum."""
+    """Return the best price of a byte, and a choice within the budget that is near the optimum."""
     hulls = [_hull(group) for group in groups]
     choice = [hull[0] for hull in hulls]
     room = budget - sum(group[k].nbytes for group, k in zip(groups, choice, strict=True))
@@ -176,11 +176,11 @@ def _hull(group: Sequence[GroupOption]) -> list[int]:
 
 
 def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], kind: str) -> dict[Key, int]:
-    """Give blocks at the front of an order the smallest candidate and the others a larger one, as many as fit.
+    """Give blocks of the lowest entropy the smallest candidate, and as many others as fit a larger one.
 
     The larger one is the smallest size that does not fit everywhere (the largest, if all fit): with a budget between 3 and 4
-    bits that is 2 and 4 bits, as in LUQ. So that no byte is left over for nothing, the first block that cannot get the
-    larger one as a whole gets, group by group, the largest that fits, and then those before it.
+    bits that is 2 and 4 bits, as in LUQ. To use the rest of the budget, the first block that cannot get the larger size as a
+    whole gets the largest that fits, group by group, followed by the blocks before it.
 
     Args:
         facts: `facts["entropy"][kind]` is the entropy of each block, in bits.

@@ -21,9 +21,9 @@ class Bits(BaseModel):
         budget: bits per weight of the decoder's quantized layers, scales and zero points included.
         max_size: bytes of all weights that are written, like 2.4GB.
         among: the widths that a group of layers can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and
-            activations) or `bf16` (left as it is); None: those of 2, 3, 4 and 8 bits that the target runs, where 8 bits are the
-            target's 8-bit scheme if it runs no 8-bit weights with 16-bit activations.
-        by: the rule that shares the budget out (`vlmcompress.recipe.allocation`).
+            activations) or `bf16` (not quantized); None: those of 2, 3, 4 and 8 bits that the target runs. On a target
+            without 8-bit weights with 16-bit activations, 8 bits mean its own 8-bit scheme.
+        by: the rule that allocates the budget (`vlmcompress.recipe.allocation`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,8 +1,8 @@
-"""Names of compressed-tensors' presets, as llm-compressor's users write them: the same numbers, or a refusal with the reason.
+"""Names of compressed-tensors' presets, as llm-compressor's users write them: the same number format, or a reasoned refusal.
 
-A scheme that can be a preset says so: `PRESETS`, name -> the options that make it one. Names are case-insensitive
-unless one of our schemes has the name in lower case: `FP8` is the preset, with static scales, and `fp8` our scheme. A
-preset fixes the number format, not the method that finds the values.
+A scheme lists the presets that it can produce in `PRESETS`: preset name -> options. Names are case-insensitive unless one
+of our schemes has the name in lower case: `FP8` is the preset, with static scales, and `fp8` our scheme. A preset fixes the
+number format, not the method that finds the values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFUSED = {
     "W4AFP8, or scheme mbq with options.activations=8, whose weights have a scale per row",
     "MXFP8A16": "vLLM always rounds the inputs of MXFP8 weights; take MXFP8, or W8A16",
 }
-"""Pattern of presets that are not written -> why."""
+"""Pattern of unsupported presets -> the reason."""
 
 
 DIFFERENT = ("FP8", "NVFP4", "W8A16")
@@ -32,7 +32,7 @@ DIFFERENT = ("FP8", "NVFP4", "W8A16")
 
 @functools.cache
 def presets() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Preset -> the scheme that it is, and the options that make it so."""
+    """Preset -> its scheme and options."""
     return {
         preset: (scheme, options)
         for scheme in SCHEMES.names()
@@ -44,7 +44,7 @@ def resolve_scheme(text: str) -> tuple[str, dict[str, Any]]:
     """The scheme and options of a name: a preset's options, else none.
 
     Raises:
-        UserError: it is a preset that is not written.
+        UserError: the preset is not supported.
     """
     preset, scheme = text.strip().upper().replace("-", "_"), SCHEMES.name(text)
     if scheme in SCHEMES and not (text == text.upper() and preset in presets()):

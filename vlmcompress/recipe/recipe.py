@@ -90,8 +90,8 @@ class Recipe(_Frozen):
             nearest; `bf16` leaves them in 16 bits.
         vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
-        rotate: the kind of orthogonal matrix (`vlmcompress.numerics.rotation`) by which the decoder's hidden states are rotated
-            before anything else is done: weights that are easier to round, and the same answers. Drawn by `seed`; null: none.
+        rotate: kind of orthogonal matrix (`vlmcompress.numerics.rotation`) that rotates the decoder's hidden states before
+            quantization, which makes weights easier to round and keeps the answers. It is drawn with `seed`; null: none.
         skip: regular expressions (`re.search`) of linear layers, by memory name, that stay in 16 bits.
         calibrate: the calibration data, or statistics collected before.
         adapter: folder of a PEFT LoRA adapter, merged into the model first; a MODEL that is an adapter means its base with
@@ -114,7 +114,7 @@ class Recipe(_Frozen):
     target: str | None = None
     goal: Literal["memory", "throughput"] | None = None
     scheme: str
-    options: QuantizerOptions = None  # type: ignore[assignment]  # until `resolve` has made them
+    options: QuantizerOptions = None  # type: ignore[assignment]  # `resolve` sets it
     vision: Literal["bf16", "fp8", "int8"] = "bf16"
     head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
     embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
@@ -157,18 +157,18 @@ class Recipe(_Frozen):
         Args:
             model: the source checkpoint.
             out: folder to write.
-            file: a recipe file, or the name of a bundled one, for keys that are not given here.
+            file: a recipe file, or the name of a bundled one, for keys that are not set here.
             keys: any keys of a recipe, nested as in a file: `scheme="awq"`, `calibrate={"data": "images", "samples": 64}`.
 
         Raises:
-            UserError: there is no such key, or its value is not right.
+            UserError: an unknown key or an invalid value.
         """
         settings = {"model": str(model), **({"out": str(out)} if out is not None else {}), **keys}
         return resolve(settings, file, caller="Recipe.of").recipe
 
     @property
     def output(self) -> Path:
-        """`out`, which the recipe of everything that is run has. UserError: this one lacks it, as that of a plan may."""
+        """`out`. Raises `UserError` where it is None, which only a recipe for a plan or check may have."""
         if self.out is None:
             raise UserError("no output folder given; add -o OUT, or `out` to the recipe")
         return self.out
@@ -185,7 +185,7 @@ class Recipe(_Frozen):
 
     @property
     def parts(self) -> dict[str, Scheme]:
-        """The number formats of what is quantized besides the decoder: `vision tower`, `output head`; groups as by default."""
+        """Part (`vision tower`, `output head`, ...) -> its number formats, of what is quantized besides the decoder."""
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
         modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
@@ -193,7 +193,7 @@ class Recipe(_Frozen):
 
     @property
     def rotation(self) -> dict[str, Any] | None:
-        """What decides the rotation, as statistics note it; None for none."""
+        """Kind and seed of the rotation, as statistics record them; None without one."""
         return {"kind": self.rotate, "seed": self.seed} if self.rotate else None
 
     @property
@@ -216,13 +216,13 @@ class Recipe(_Frozen):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe and, for each dotted key that was given, the place that it came from."""
+    """A recipe and, for each dotted key that was set, where its value came from."""
 
     recipe: Recipe
     origins: Mapping[str, str]
 
     def origin(self, key: str) -> str:
-        """The place that the value of a key came from; `default` for a key that was not given."""
+        """Where the value of a key came from; `default` for a key that was not set."""
         return self.origins.get(key, DEFAULT)
 
 
@@ -234,14 +234,14 @@ def resolve(
     weights: Literal["values", "headers"] = "values",
     caller: str = "command line",
 ) -> Resolved:
-    """Resolve the recipe that the command line (or a caller) and a recipe file ask for.
+    """Merge the settings of the command line (or a caller), a recipe file and the target into a checked recipe.
 
     Args:
         settings: nested values of the command line or caller; absent keys are not set, falsy values are.
         file: a recipe file, or the name of a bundled one.
         refuse: raise `UserError` for what the target cannot run.
-        weights: which part of the weight files is fetched of a model on the Hub; see `hub.local`.
-        caller: what messages call the place of these settings.
+        weights: which part of a Hub model's weight files is fetched; see `hub.local`.
+        caller: name of the source of `settings` in messages.
     """
     layers: list[Layer] = [(caller, settings)]
     if file is not None:
@@ -256,7 +256,7 @@ def resolve(
         from vlmcompress.reduction import choice as reducer  # which brings torch along
 
         layers = reducer.layered(layers)
-    # A target's scheme fills in what command line and file leave open, and a format's group size what the scheme does.
+    # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
     layers.append(_target_layer(values, origins))
@@ -334,7 +334,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:
-    """The scheme's `Options` with the given values, each checked against the type of its field."""
+    """The scheme's `Options` with these values, each checked against the type of its field."""
     cls = SCHEMES.get(scheme).Options
     if not isinstance(settings, Mapping):
         raise UserError(_wrong("options", settings, "should be a mapping", origins))

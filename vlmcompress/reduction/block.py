@@ -3,14 +3,14 @@
     "architectures": ["VlmcompressLlavaForConditionalGeneration"],
     "vlmcompress": {"schema": 1, "model_type": "llava", "reduce": {"method": "dart", "keep": 0.5, "pivots": 8, ...}}
 
-A reducer that keeps a number of tokens that depends on the image, but can be told one (`dymu`), has next to `reduce` a
-`count`: a regression that computes the number from the image's pixels (`methods.TokenCounter`).
+For a reducer whose number of kept tokens depends on the image but can be set (`dymu`), the block also has `count`: a
+regression that computes the number from the image's pixels (`methods.TokenCounter`).
 
 Only our plugin registers that architecture, so a vLLM without it refuses the checkpoint by that name instead of serving it
-unreduced. transformers goes by `model_type` and looks at neither: `from_pretrained` gives the model with all its visual
-tokens, and `hooks.attach_carried` reduces them as the block says.
+unreduced. transformers uses `model_type` and ignores both: `from_pretrained` returns the model with all visual tokens, and
+`hooks.attach_carried` attaches the reducer of the block.
 
-A checkpoint may come from anywhere: everything in the block is checked, nothing in it is code.
+Checkpoints are not trusted: everything in the block is validated, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class CarriedReducer:
 def config_with_reducer(
     config: Mapping[str, Any], reducer: ReducerChoice, count: TokenCounter | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint's `config` with a reducer in it, in place of the one that it may have had.
+    """Return a checkpoint's `config` with this reducer, which replaces an existing one.
 
-    UserError for a reducer that cannot be carried.
+    Raises UserError for a reducer that a checkpoint cannot carry.
     """
     _check_reducer(reducer, f"reduce {reducer}", "learn them first")
     block = {"schema": SCHEMA, "model_type": config["model_type"], "reduce": reducer.plain()}
@@ -55,7 +55,7 @@ def config_with_reducer(
 
 
 def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
-    """Read the reducer from a checkpoint's config.json; None if it carries none. UserError for a block that is not right."""
+    """Read the reducer from a checkpoint's config.json; None if it has none. Raises UserError for an invalid block."""
     block, names = config.get(KEY), config.get("architectures") or []
     marked = [name for name in names if isinstance(name, str) and name.startswith(PREFIX)]
     if block is None and not marked:
@@ -85,7 +85,7 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
 
 
 def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
-    """Refuse a reducer that has not learned its thresholds."""
+    """Raise UserError for a reducer without its learned thresholds."""
     if reducer.options.learns and not reducer.has_thresholds:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
 

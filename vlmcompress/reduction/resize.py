@@ -8,16 +8,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 METHOD = "resize"
-"""What stands for the key among the reducers: `--reduce resize:0.5`."""
+"""Name of the setting among the reducers: `--reduce resize:0.5`."""
 
 
 class Resize(BaseModel):
-    """Images made smaller before the encoder. The processor's settings say it, so every engine does it without a plugin.
+    """Images made smaller before the encoder. It is part of the processor's settings, so every engine applies it without a
+    plugin.
 
     Attributes:
-        keep: share of the visual tokens that the calibration images have now; the largest setting that leaves at most so many
-            is taken.
-        tokens: the most visual tokens of an image. With it no images are looked at; without it `keep` decides it.
+        keep: share of the calibration images' visual tokens; the largest setting that leaves at most this share is used.
+        tokens: the most visual tokens of an image. If None it is determined from `keep` on the images.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -39,11 +39,11 @@ class Resize(BaseModel):
 
     @property
     def settled(self) -> bool:
-        """Whether it is known without looking at images."""
+        """Whether `tokens` is known, without needing images."""
         return self.tokens is not None
 
     def same(self, other: Resize | None) -> bool:
-        """Whether this is what was asked for, apart from the `tokens` that a share came to."""
+        """Whether both ask for the same, ignoring `tokens` that were determined from a share."""
         return other is not None and self.keep == other.keep and other.tokens in (None, self.tokens)
 
     def __str__(self) -> str:

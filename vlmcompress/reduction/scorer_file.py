@@ -4,8 +4,8 @@ It is a safetensors file with the float32 tensors of `methods.learned.shapes`. I
 `vlmcompress_scorer`, with a JSON object: `schema_version` (1), `model_type`, `source` (the model's name), `width` (channels
 of a token), `hidden`, `keep`, and how it was trained.
 
-A checkpoint carries it as `reducer/scorer.safetensors`: engines take every safetensors file of the folder itself for weights.
-A file may come from anywhere. Nothing in it is code, and its size, names, shapes and numbers are checked.
+A checkpoint has it as `reducer/scorer.safetensors`, as engines read every safetensors file at the top level as weights. Files
+are not trusted: nothing in them is executed, and size, names, shapes and numbers are checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vlmcompress.utils import folders, json_files
 from vlmcompress.utils.errors import UserError
 
 CARRIED = "reducer/scorer.safetensors"
-"""Where a checkpoint has the file."""
+"""Path of the file within a checkpoint."""
 FACTS, SCHEMA_VERSION = "vlmcompress_scorer", 1
 LARGEST, MOST_HIDDEN = 64 << 20, 1024
 COMMAND = "vlmcompress learn-reducer MODEL --calib DATA --keep 0.25 -o FILE.safetensors"
@@ -35,7 +35,7 @@ COMMAND = "vlmcompress learn-reducer MODEL --calib DATA --keep 0.25 -o FILE.safe
 
 @dataclass(frozen=True)
 class Scorer:
-    """What a file holds: the network's weights, facts about it (see the module), and the hash of the file."""
+    """Content of a file: the network's weights, facts about it (see the module), and the hash of the file."""
 
     weights: dict[str, Tensor]
     facts: dict[str, Any]
@@ -43,21 +43,21 @@ class Scorer:
 
 
 def with_scorer_hash(chosen: ReducerChoice) -> ReducerChoice:
-    """The reducer with the hash of the file that it names, so that it can be told from others. UserError for a bad file."""
+    """The reducer with the hash of its scorer's file, which identifies it. Raises UserError for an invalid file."""
     if not chosen.options.scorer:
         return chosen
     return _with(chosen, sha256=read(Path(chosen.options.scorer)).sha256)
 
 
 def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
-    """The reducer with the network of the file that it names; itself where it goes by none.
+    """The reducer with the network loaded from its file; unchanged if its method has none.
 
     Args:
         config: the config of the model, as transformers has it.
-        folder: of the checkpoint that carries the reducer; None: the reducer was asked for, and names its file.
+        folder: folder of the checkpoint that carries the reducer; None: the reducer's options name the file.
 
     Raises:
-        UserError: no file is named, it is not right, not of this model, or not the one that the checkpoint was written with.
+        UserError: no file is named, it is invalid, belongs to another model, or has changed since the checkpoint was written.
     """
     options = chosen.options
     if options.scorer is None or options.network is not None:
@@ -86,13 +86,13 @@ def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) 
 
 
 def carried(chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
-    """The reducer as a checkpoint's block has it, with the file at its place there; with that of `folder`, to ask for it."""
+    """The reducer with the path of its file within a checkpoint; with `folder`, the path in that checkpoint's folder."""
     path = CARRIED if folder is None else str(folder / CARRIED)
     return _with(chosen, scorer=path) if chosen.options.scorer else chosen
 
 
 def content(chosen: ReducerChoice) -> bytes:
-    """The file's bytes, to be written into a checkpoint. UserError where it is not the one that was read before."""
+    """The file's bytes, for a checkpoint. Raises UserError if the file has changed since it was read."""
     assert chosen.options.scorer
     path = Path(chosen.options.scorer)
     data = _bytes(path)
@@ -102,7 +102,7 @@ def content(chosen: ReducerChoice) -> bytes:
 
 
 def save_scorer(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Scorer:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     metadata = {FACTS: json.dumps({"schema_version": SCHEMA_VERSION, **facts}, sort_keys=True)}
     data = safetensors.torch.save({name: value.float().cpu().contiguous() for name, value in weights.items()}, metadata)
     folders.save_files(path.parent, {"safetensors": (path.name, data)})
@@ -110,7 +110,7 @@ def save_scorer(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, A
 
 
 def read(path: Path) -> Scorer:
-    """Read a file and check all of it. UserError where it is not right."""
+    """Read and validate a file. Raises UserError if it is invalid."""
     data = _bytes(path)
     try:
         weights = safetensors.torch.load(data)
@@ -139,7 +139,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The facts of a file, once they, the names, shapes and numbers of its tensors are found to be right."""
+    """Check a file's facts and its tensors' names, shapes and numbers; returns the facts."""
     if FACTS not in metadata:
         raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")
     try:
@@ -174,7 +174,7 @@ def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def _line(text: str) -> str:
-    """The first characters of a text that a stranger may have written, fit for a line of an error."""
+    """The first characters of an untrusted text, as one line for a message."""
     return "".join(char if char.isprintable() else "?" for char in text[:80])
 
 

@@ -1,8 +1,8 @@
-"""May this reducer go with this model and this engine? `check_reducer` answers, once, for all who ask.
+"""Which reducers work with which models and engines: `check_reducer` is the single check.
 
-It joins three answers: of the model's family (`family_refusal`), of its config (`check_config`), and of vLLM's plugin
-(`engine_refusal`), which goes by literals in the files of methods and families and needs neither torch nor vLLM. So other
-modules of the package are imported within functions here.
+It combines the checks of the model's family (`family_refusal`), of its config (`check_config`), and of vLLM's plugin
+(`engine_refusal`), which reads literals from the files of methods and families and needs neither torch nor vLLM. That is why
+other modules of the package are imported within functions here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SERVED = Registry("vlmcompress.engines.vllm.plugin", "family")
 """The families that vLLM's plugin serves."""
-PREFIX = "Vlmcompress"  # `reduction.block.PREFIX`, which would bring torch along
+PREFIX = "Vlmcompress"  # equals `reduction.block.PREFIX`, whose module imports torch
 _MIXED = {
     "block": "which is built for pictures of one size, and those of {family} have any",
     "resized": "and in {family} tiles are resized after the encoder, which mixes patches",
@@ -29,12 +29,12 @@ _MIXED = {
 
 
 def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
-    """Raise UserError unless a reducer may go with a model and an engine.
+    """Raise UserError unless a reducer works with a model and an engine.
 
     Args:
-        vlm: the model, of which the config and the parameters' shapes are enough.
+        vlm: the model; only its config and the parameters' shapes are used.
         engine: `vllm`, or `transformers`.
-        files: whether to read the thresholds that the reducer names, and check that they are of this model.
+        files: whether to read the reducer's file of thresholds and check that it belongs to this model.
     """
     if files and isinstance(reducer.options.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
         from vlmcompress.reduction import threshold_file
@@ -48,7 +48,8 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
 
 
 def family_refusal(spec: ModelSpec, method: str) -> str | None:
-    """The reason why `method` cannot be attached to this family's models, in one line; None when it can. UserError: unknown."""
+    """The reason why `method` cannot be attached to this family's models, in one line; None if it can. UserError for an
+    unknown method."""
     module = REDUCERS.get(method)
     if spec.visual_grid is None:
         from vlmcompress.models import all_specs
@@ -63,7 +64,7 @@ def family_refusal(spec: ModelSpec, method: str) -> str | None:
 
 
 def _weak(module: ModuleType) -> bool:
-    """Whether a method is not worth naming: it saves nothing in engines, or beat no baseline."""
+    """Whether a method is not suggested in messages: it saves nothing in engines, or beat no baseline."""
     return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
 
 
@@ -95,7 +96,7 @@ def needs_encoder(module: ModuleType) -> bool:
 
 
 def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
-    """Whether signals from within this model's encoder are read: those that the method needs, or takes where there are any."""
+    """Whether the method reads signals from within this model's encoder, required or optional ones."""
     takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
     return needs_encoder(module) or (takes and spec.vision_cls is not None and _closed(spec, config) is None)
 
@@ -133,7 +134,7 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
 
 
 def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
-    # Deepstack (Qwen3-VL) adds a level of the encoder to the visual rows of each of the first blocks, so these need them all.
+    # Deepstack (Qwen3-VL) adds encoder features to the visual rows in the first blocks, which therefore need all rows.
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if layer < deep:
         better = f"use layer {deep} or later"
@@ -143,7 +144,7 @@ def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
 
 
 def _closed(spec: ModelSpec, config: Any) -> str | None:
-    """The reason why an encoder's attention cannot be read, though its family's can; None when it can."""
+    """Why this encoder's attention cannot be read although its family's can; None if it can."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
     if (kind := config.vision_config.model_type) != spec.vision_cls:
@@ -152,7 +153,7 @@ def _closed(spec: ModelSpec, config: Any) -> str | None:
 
 
 def feature_layers(config: Any) -> int:
-    """Number of the encoder's layers that make the features in use."""
+    """Number of encoder layers up to the one whose output is used."""
     layer = getattr(config, "vision_feature_layer", -1)  # index among hidden states, one more than layers
     return layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
 
@@ -190,7 +191,7 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
 
 
 def counts(config: Any, module: ModuleType) -> tuple[int, int]:
-    """The fewest tokens that a method can leave of an image or tile, in each layer at most half where it merges; and all."""
+    """The fewest tokens to which a merging method can reduce an image or tile (at most by half per layer), and all tokens."""
     from vlmcompress.reduction.hooks.units import tile
 
     tokens = math.prod(tile(config))
@@ -198,7 +199,7 @@ def counts(config: Any, module: ModuleType) -> tuple[int, int]:
 
 
 def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
-    """Raise UserError unless the method can meet the counter's counts in a model of this config."""
+    """Raise UserError unless the method can reach the counter's counts in a model with this config."""
     from vlmcompress.reduction.hooks.units import patch
 
     if not chosen.takes_count:
@@ -212,7 +213,7 @@ def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> 
 
 
 def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
-    """The reason why vLLM does not serve a model of `architecture` with `reducer`, in one line; None when it does.
+    """Why vLLM cannot serve a model of `architecture` with `reducer`, in one line; None if it can.
 
     Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.
     """
@@ -241,7 +242,7 @@ def _serves(family: str, method: str) -> bool:
 
 
 def _missing(method: str, family: str) -> str:
-    """Names of the signals that a method needs and the family's model cannot give it."""
+    """Names of the signals that a method needs but the family's model does not provide."""
     signals = SERVED.constant(family, "SIGNALS")
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
     if adaptive and not SERVED.constant(family, "COUNTED"):

@@ -24,7 +24,7 @@ _Model = TypedDict("_Model", {"source": str, "encoder_sha256": str, "encoder": d
 
 
 class _File(TypedDict):
-    """What is read of the file, which docs/formats.md describes."""
+    """The parts of the file that are read; docs/formats.md describes it."""
 
     schema_version: int
     model: _Model
@@ -32,7 +32,7 @@ class _File(TypedDict):
 
 
 def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
-    """Return the reducer with the thresholds of the file that it names, if any. UserError if they are not of this model."""
+    """Return the reducer with the thresholds of the file that it names, if any. UserError if they belong to another model."""
     name = chosen.options.thresholds
     if not isinstance(name, str):
         return chosen
@@ -50,7 +50,7 @@ def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
 
 
 def require_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
-    """Resolve the reducer's file, and raise UserError where thresholds are needed and missing."""
+    """Load the reducer's file, and raise UserError if thresholds are needed but missing."""
     chosen = load_thresholds(vlm, chosen)
     if chosen.options.needs_thresholds:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
@@ -60,10 +60,10 @@ def require_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
 def save_thresholds(
     path: Path, vlm: VLM, chosen: ReducerChoice, counts: Sequence[int], calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the file of a reducer with thresholds, whole or not at all, and return its content.
+    """Write the file of a reducer with thresholds atomically, and return its content.
 
     Args:
-        found: number of tokens that each picture of the calibration data keeps (`learning.kept`).
+        counts: number of tokens that each picture of the calibration data keeps (`learning.count_kept`).
         calibration: description of the calibration data.
     """
     content = {
@@ -89,7 +89,7 @@ def save_thresholds(
 
 
 def encoder(vlm: VLM) -> dict[str, Any]:
-    """Facts about an encoder that thresholds must share with a model whose weights are not read."""
+    """Facts about an encoder by which thresholds are compared with a model whose weights are not loaded."""
     config = vlm.model.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     settings = {key: getattr(config.vision_config, key) for key in keys}
@@ -100,7 +100,7 @@ def encoder(vlm: VLM) -> dict[str, Any]:
 
 
 def encoder_hash(vlm: VLM) -> str:
-    """SHA-256 of the encoder's weights as float32, names and shapes among them."""
+    """SHA-256 of the encoder's weights as float32, including names and shapes."""
     digest = hashlib.sha256()
     for name, weight in sorted(tower(vlm).state_dict().items()):
         digest.update(f"{name}{list(weight.shape)}".encode())

@@ -1,8 +1,8 @@
 """Visual tokens of images and videos by the family's own rule, before and after a reducer, and the patches of the encoder.
 
-Images go by `ModelSpec.layout` with the model's processor, videos by `ModelSpec.video` with frames of the size that the
-processor makes of them (checked against the processors of transformers 5.17). Where the folder has no processor, a stand-in has
-the settings that config.json implies (`ModelSpec.placeholders` and `image_processor`); `Rule.notes` says so.
+Images are counted by `ModelSpec.layout` with the model's processor, videos by `ModelSpec.video` with frames as resized by the
+processor (tested against the processors of transformers 5.17). For a folder without a processor a substitute has the settings
+that config.json implies (`ModelSpec.placeholders` and `image_processor`); `CountRule.notes` says so.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vlmcompress.utils.messages import foreign_errors
 
 Size = tuple[int, int]
 LARGEST = 50_000_000
-"""Pixels of an image or a frame; a blank image of that size is given to the processor."""
+"""Most pixels of an image or a frame, as the processor is given a blank image of that size."""
 MOST_FRAMES = 100_000
 LARGE = ((4096, 4096), (8192, 2048), (2048, 8192), (1536, 1024), (1024, 1536), (1344, 1344))
-"""Sizes among which the image with the most tokens is looked for."""
+"""Sizes that are tried to find the image with the most tokens."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a prompt shows: sizes `(width, height)` of its images, and `(frames, width, height)` of its video."""
+    """The media of a prompt: sizes `(width, height)` of its images, and `(frames, width, height)` of its video."""
 
     images: tuple[Size, ...]
     video: tuple[int, int, int] | None = None
@@ -48,9 +48,9 @@ class Counted:
     Attributes:
         images: layout of each image.
         film: the grid `(frames, rows, columns)` of the video's tokens; None without one.
-        video: all tokens of the video, a newline after it included.
-        patches: of each piece that the encoder sees by itself.
-        largest: tokens of the largest image that a request may bring, or of the video where it has more.
+        video: all tokens of the video, including a newline after it.
+        patches: number of patches of each encoder input.
+        largest: tokens of the largest possible image, or of the video if it has more.
     """
 
     images: tuple[Layout, ...]
@@ -66,10 +66,10 @@ class Counted:
 
 
 class CountRule:
-    """The rule of one model: `count` pictures, and what a reducer leaves of them.
+    """The rule of one model to `count` the visual tokens of pictures.
 
     Attributes:
-        notes: what was assumed, for people.
+        notes: assumptions, as messages.
     """
 
     def __init__(self, path: Path, config: Any, spec: ModelSpec | None):
@@ -86,7 +86,8 @@ class CountRule:
             self.processor, self.notes = _stand_in(path, config, spec)
 
     def count(self, pictures: Pictures) -> Counted:
-        """Count the tokens of pictures. UserError for sizes that the processor refuses, or a video where none are counted."""
+        """Count the tokens of pictures. UserError for sizes that the processor refuses, or for a video if the family's are not
+        counted."""
         layouts = layouts_of(self.spec, self.processor, pictures.images)
         patches = [count for layout in layouts for piece in layout.pieces for count in self._patches(piece)]
         film = self._video(*pictures.video) if pictures.video else None
@@ -110,7 +111,7 @@ class CountRule:
         return self.spec.token_side(self.config) if self.spec.token_side else 1
 
     def _patches(self, piece: Piece) -> list[int]:
-        """Patches of each picture that the encoder sees for a piece of an image."""
+        """Number of patches of each encoder input for a piece of an image."""
         if piece.tiles is None:
             return [piece.rows * piece.columns * self._side**2]
         return [square_patches(self.config.vision_config)] * piece.tiles
@@ -132,7 +133,7 @@ class CountRule:
 
 
 def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[Layout, ...]:
-    """The layouts of a prompt's images by their sizes. UserError for a size that is too large or that the processor refuses."""
+    """The layouts of a prompt's images by their sizes. UserError for sizes that are too large or refused by the processor."""
     layouts = []
     for width, height in sizes:
         if width * height > LARGEST:
@@ -144,10 +145,10 @@ def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[
 
 
 def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
-    """Visual tokens that a reducer leaves of a prompt; None where that depends on what an image shows.
+    """Visual tokens of a prompt after a reducer; None if that depends on the images' content.
 
-    vLLM's plugin reduces a video as one grid, and within the encoder each of its frames. UserError for a reducer that it does
-    not give videos to.
+    vLLM's plugin reduces a video as one grid, and within the encoder each frame separately. Raises UserError if it does not
+    support videos with this reducer.
     """
     if counted.film and chosen.query_aware:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
@@ -166,7 +167,7 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
 
 
 def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
-    """Visual tokens in each decoder block: `left`, unless a method within the language model has another count by block."""
+    """Visual tokens in each decoder block: `left`, unless a method within the language model varies them by block."""
     grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
     counts = [chosen.left(grid, blocks) for grid in grids] if chosen else []
     if not counts or None in counts:
@@ -176,7 +177,7 @@ def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks:
 
 
 def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]]:
-    """The grids that are reduced by themselves, of all images and of the video."""
+    """The separately reduced grids of all images and the video."""
     images = [grid for layout in counted.images for grid, _ in layout.grids()]
     if counted.film is None:
         return images
@@ -185,9 +186,8 @@ def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]
 
 
 def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str, ...]]:
-    """What the layouts read of a processor, from config.json, and from preprocessor_config.json where that is there alone.
-
-    Second, what was assumed.
+    """A substitute for the processor with what layouts read, from config.json and, if only that file exists, from
+    preprocessor_config.json; and the assumptions made, as messages.
     """
     notes: tuple[str, ...] = ()
     image_processor: Any = None

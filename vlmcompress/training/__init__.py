@@ -1,1 +1,1 @@
-"""What is trained: models after a reducer, the scorer of a reducer, and draft heads."""
+"""Training: models after a reducer, the scorer of the reducer `learned`, and draft heads."""

@@ -1,9 +1,9 @@
-"""What a model says at its answer tokens, as a teacher with all visual tokens and as a student after a reducer.
+"""Logits at a sample's answer tokens, of the teacher with all visual tokens and of the student after a reducer.
 
-The teacher runs a whole sample at once. The student runs the prompt, which is what its reducer sees, and then the tokens of the
-answer after it, by the cache that the prompt has filled. So it generates, too: methods that read the text, or decide within
-the language model, never see the answer. The graph goes through both runs and through the cache. Only the last answer of a
-conversation counts; earlier ones are part of the prompt.
+The teacher runs a whole sample at once. The student first runs the prompt, which is all its reducer sees, and then the
+answer's tokens with the KV cache of the prompt, as in generation: methods that read the text, or decide within the language
+model, never see the answer. The graph goes through both runs and the cache. Only the last answer of a conversation counts;
+earlier ones are part of the prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vlmcompress.reduction.hooks.calibration_inputs import prompt_length
 
 
 def answer_tokens(batch: Inputs) -> tuple[int, int]:
-    """Of a sample from `encode`: the length of its prompt, and how many tokens of its last answer are predicted, the first at
-    the prompt's last token. 0 of them where it has no answer."""
+    """For a sample from `encode`: the length of its prompt, and the number of predicted tokens of its last answer, the first
+    of which is predicted at the prompt's last token; 0 without an answer."""
     modality = batch["modality"][0]
     cut = prompt_length(modality)
     return cut, int((modality[cut - 1 :] == ANSWER).sum()) if cut < len(modality) else 0
@@ -31,14 +31,14 @@ def answer_tokens(batch: Inputs) -> tuple[int, int]:
 
 @torch.no_grad()
 def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """Logits `[answer tokens, vocabulary]` of the model as it is, for one sample that has an answer."""
+    """Logits `[answer tokens, vocabulary]` of the model without a graph, for one sample that has an answer."""
     return gated_logits(vlm, batch)
 
 
 def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """The same with a graph, and with the gates that are attached, if any (`hooks.gated`).
+    """Logits `[answer tokens, vocabulary]` with a graph, and with the attached gates, if any (`hooks.gated`).
 
-    These see the image alone, so the answer may stand after the prompt.
+    Gates depend on the image only, so prompt and answer can run together.
     """
     cut, count = answer_tokens(batch)
     # Position t predicts token t + 1: logits from the last token of the prompt to the last but one of the answer.
@@ -48,7 +48,7 @@ def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
 
 
 def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """Logits `[answer tokens, vocabulary]` of the model with what is attached to it, for one sample that has an answer.
+    """Logits `[answer tokens, vocabulary]` of the model with its attached reducer, for one sample that has an answer.
 
     For a backward pass call it within `graph`.
     """
@@ -56,7 +56,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
     inputs = on_model_device(vlm, batch)
     ids = inputs["input_ids"]
     with float_products(vlm.model):
-        # what has an entry for each token is cut after the prompt; pixels and sizes of images are not
+        # inputs with an entry per token are cut after the prompt; pixels and image sizes are not
         prompt = {name: value[:, :cut] if value.shape[:2] == ids.shape else value for name, value in inputs.items()}
         first = vlm.model(**prompt, use_cache=True, logits_to_keep=1)
         if count == 1:
@@ -65,9 +65,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
         if vlm.spec.positions == "mrope":
             base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
-            ahead = (
-                base.rope_deltas if PIXELS & inputs.keys() else 0
-            )  # without images the model leaves an older one there
+            ahead = base.rope_deltas if PIXELS & inputs.keys() else 0  # the model does not reset it without images
             kwargs["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)
         rest = vlm.model(input_ids=ids[:, cut:end], past_key_values=first.past_key_values, use_cache=True, **kwargs)
     return torch.cat([first.logits, rest.logits], 1)[0]
@@ -75,8 +73,8 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
 
 @contextlib.contextmanager
 def graph(vlm: VLM) -> Iterator[None]:
-    """Within the context a graph may go through the model's caches. Those of recurrent states are written to in place, and what
-    they held is copied then, which takes time."""
+    """Within the context a graph may go through the model's caches. Recurrent states are written in place, so they are copied
+    first, which takes time."""
     copied = torch.autograd.graph.allow_mutation_on_saved_tensors if vlm.spec.mixed_blocks else contextlib.nullcontext
     with torch.enable_grad(), copied():
         yield
@@ -84,7 +82,7 @@ def graph(vlm: VLM) -> Iterator[None]:
 
 @torch.no_grad()
 def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
-    """The model's own answer to a prompt from `encode_prompt`, of at most `most` tokens."""
+    """The model's greedy answer to a prompt from `encode_prompt`, of at most `most` tokens, as text."""
     inputs = on_model_device(vlm, batch)
     with float_products(vlm.model):
         tokens = vlm.model.generate(  # type: ignore[operator]
@@ -95,7 +93,7 @@ def greedy_answer(vlm: VLM, batch: Inputs, most: int) -> str:
 
 
 def on_model_device(vlm: VLM, batch: Inputs) -> Inputs:
-    """The inputs where the model is, and in its type."""
+    """The inputs on the model's device, floating ones in its dtype."""
     device, dtype = vlm.model.device, vlm.model.dtype
     return {
         name: value.to(device, dtype) if value.is_floating_point() else value.to(device)

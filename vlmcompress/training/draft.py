@@ -1,9 +1,9 @@
 """Train a draft head (`eagle3`, `medusa`) for one checkpoint: quantized, after the reducer that it carries, or plain.
 
-The target answers the samples' questions itself, greedily, as that is what a draft has to guess; answers of the data are not
-used. Then its hidden states and its distributions over these answers teach the draft, sample by sample. Nothing of the target
-changes. Held-out samples, which show other images, judge the draft; the state with the lowest divergence there is written, in
-the layout that vLLM loads. A draft of another checkpoint of the same sizes may be where training begins.
+The target answers the samples' questions itself, greedily, as a draft has to predict these answers; answers in the data are
+not used. Then the draft learns from the target's hidden states and distributions over these answers, sample by sample. The
+target does not change. The draft is evaluated on held-out samples with other images; the state with the lowest divergence
+there is written, in the layout that vLLM loads. Training can start from a draft of another checkpoint of the same sizes.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, t
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 ALIGNING = 1e-4
-"""The learning rate with which a trained draft goes on for another target; at that of a new one it first gets worse."""
+"""Learning rate for adapting a trained draft to another target; with the rate for a new draft it first gets worse."""
 
 
 @dataclass(frozen=True)
 class DraftTraining:
-    """How a draft is trained: the flags of the verb. UserError for a value that is not right.
+    """How a draft is trained: the command's flags. Raises UserError for an invalid value.
 
     Attributes:
-        steps, batch, lr, every: of the loop (`train_loop.Settings`).
-        answer_tokens: most tokens of an answer that the target writes.
-        vocabulary: most tokens that the draft can guess.
+        steps, batch, lr, every: see `train_loop.LoopSettings`.
+        answer_tokens: most tokens of an answer by the target.
+        vocabulary: most distinct tokens that the draft can predict.
         kind: `eagle3` or `medusa`.
-        images: what the draft gets of images (`draft_images`).
+        images: image tokens that the draft sees (`draft_images`).
         image_vector: whether a vector of the image is added to each row.
-        block_size: tokens of a block of vLLM's cache where the draft is meant to be served.
+        block_size: tokens per block of vLLM's KV cache when the draft is served.
 
-    With a draft to begin with, the last five are as of that.
+            When training starts from a draft, the last five are those of that draft.
     """
 
     steps: int = 1000
@@ -81,7 +81,7 @@ class DraftTraining:
 
     @property
     def samples(self) -> int:
-        """As many samples as are seen once each, with those that are held out."""
+        """Number of samples for which training sees each sample once, including held-out ones."""
         return teacher_cache.samples_for(self.steps * self.batch)
 
 
@@ -95,19 +95,20 @@ def draft(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Train a draft for the checkpoint `recipe.model` and write it to the folder `recipe.out`; return the facts next to it.
+    """Train a draft for the checkpoint `recipe.model` and write it to the folder `recipe.out`; return the content of its facts
+    file.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
         training: how it is trained.
-        base: the draft to begin with.
-        engine: answers the samples' questions; None: transformers does, one by one.
-        restart: begin anew where an interrupted run left finished work, which is used otherwise.
+        base: the draft to start from; None: a new one.
+        engine: answers the samples' questions; None: transformers, one by one.
+        restart: discard the finished work of an interrupted run, which is reused otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
     Raises:
-        UserError: bad input, a target that vLLM can't speculate on, or training that came to nothing; nothing was written.
+        UserError: bad input, a target that vLLM cannot speculate on, or training without improvement; nothing is written then.
     """
     out = recipe.output
     images = (
@@ -149,7 +150,7 @@ def draft(
                 tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
                 before = acceptance(lessons, tensors) if base else None
                 log, best = _train(lessons, tensors, training, recipe.seed, work, progress, base is not None)
-                best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # as it is written
+                best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # the dtype on disk
         facts = _facts(recipe, training, data, log, lessons, best)
         if base:
             facts["from"] = {"target": dict(base.target), "acceptance": _acceptance(before or [])}
@@ -169,7 +170,7 @@ def _answered(
     most: int,
     progress: Progress,
 ) -> tuple[VLM, teacher_cache.TrainingData]:
-    """The loaded target, and the samples with its own answers of at most `most` tokens; see `draft`."""
+    """Load the target and have it answer the samples with at most `most` tokens; see `draft`."""
     if engine is not None:
         with phase("answers"), distributed.shared_errors():
             if distributed.is_main():
@@ -181,7 +182,7 @@ def _answered(
 
 
 def _check_answers(lessons: Lessons, source: str | Path) -> None:
-    """Raise UserError where no answer on either side is long enough to guess in."""
+    """Raise UserError if the training or the held-out samples have no answer of two tokens or more."""
     counts = [distillation.answer_tokens(batch)[1] for batch in lessons.batches]
     for part in (counts[: lessons.first], counts[lessons.first :]):
         if max(part, default=0) < 2:
@@ -192,7 +193,7 @@ def _check_answers(lessons: Lessons, source: str | Path) -> None:
 
 
 def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
-    """The ids of the tokens that a draft with these tensors can guess, of `total`."""
+    """Ids of the tokens that a draft with these tensors can predict, out of `total`."""
     if "token_map" in tensors:
         return tensors["token_map"]
     return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(total)
@@ -207,9 +208,10 @@ def _train(
     progress: Progress,
     aligns: bool,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
-    """Train; return how it went, and the best values.
+    """Train; return the log and the best values.
 
-    Where nothing is better than the first ones these are kept if the run `aligns` a trained draft, else UserError.
+    If no measurement beats the initial values, these are returned if the run `aligns` a trained draft; otherwise raises
+    UserError.
     """
     first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if aligns else {}
 
@@ -250,7 +252,7 @@ def _acceptance(shares: Sequence[float]) -> dict[str, Any]:
 
 
 def acceptance(lessons: Lessons, tensors: Mapping[str, Tensor]) -> list[float]:
-    """For each step the share of the held-out rows of guesses that are right up to there."""
+    """For each step, the share of held-out guesses that are correct up to and including that step."""
     sums = torch.zeros(1 + eagle3.STEPS, dtype=torch.float64)
     with torch.no_grad():
         for index in distributed.shard(lessons.held_out):
@@ -297,9 +299,9 @@ def _facts(
 def write_answers(
     engine: Engine, model: Path, samples: Sequence[Sample], work: WorkFolder, most: int, progress: Progress
 ) -> None:
-    """Have `engine` answer the samples that `work` has no answer to, greedily, by at most `most` tokens.
+    """Have `engine` answer the samples without an answer in `work`, greedily, with at most `most` tokens.
 
-    UserError: the engine can't start or refuses a question; what was answered is kept.
+    Raises UserError if the engine cannot start or refuses a question; answers so far are kept.
     """
     answers = teacher_cache.answers_in(work)
     lacking = [sample for sample in samples if sample.id not in answers]
@@ -379,7 +381,7 @@ def _eagle3(lessons: Lessons) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": len(shape.taps),  # vLLM takes three for granted where this is missing
+        "num_aux_hidden_states": len(shape.taps),  # vLLM assumes three if this is missing
         "dtype": dtype,
         **({} if images.plain else {draft_images.KEY: images.settings()}),
     }

@@ -1,4 +1,4 @@
-"""What a draft head learns from: the target's hidden states and distributions over its own answers, a sample at a time."""
+"""Training data of a draft head: the target's hidden states and distributions over its own answers, a sample at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_target(recipe: Recipe) -> VLM:
 
 
 class _Taps:
-    """Hooks that note the hidden states at a target's taps, and what its decoder gets, for one sample at a time."""
+    """Hooks that record the hidden states at a target's taps, and the decoder's inputs, for one sample at a time."""
 
     def __init__(self, target: VLM, taps: Sequence[int]):
         layers = models.decoder_layers(target.model, target.spec)
@@ -69,30 +69,31 @@ class _Taps:
         self.hidden[tap] = output[0] if isinstance(output, tuple) else output
 
     def joined(self) -> Tensor:
-        """`[tokens, taps * hidden]`, float32; of no width without taps."""
+        """Hidden states of all taps, `[tokens, taps * hidden]`, float32; width 0 without taps."""
         if not self.taps:
             return self.embeds.new_zeros(self.embeds.shape[1], 0).float()
         return torch.cat([self.hidden[tap][0] for tap in self.taps], -1).float()
 
     def places(self, length: int) -> Tensor:
-        """`[tokens]` positions; of M-RoPE (axes, or text positions and axes, first) the temporal axis, as vLLM passes on."""
+        """Positions `[tokens]`; for M-RoPE the temporal axis, which is what vLLM passes to a draft."""
         if self.positions is None:
             return torch.arange(length)
         positions = self.positions
-        # transformers 5.17 hands Qwen's decoder [3, batch, n], or [4, batch, n] with the text's positions first; vLLM 0.32's
-        # `v1/spec_decode` gives a draft one row.
+        # transformers 5.17 passes [3, batch, n] to Qwen's decoder, or [4, batch, n] with the text's positions first; vLLM
+        # 0.32's `v1/spec_decode` gives a draft one row.
         while positions.ndim > 2:
             positions = positions[1 if len(positions) == 4 else 0]
         return positions[0]
 
 
 class Lessons:
-    """The lessons of a target's answers, for a draft of some kind.
+    """The lessons for a draft of kind `kind`, one per answer of the target.
 
     Args:
         kind: `eagle3` or `medusa`.
-        images: what the draft gets of images.
-        vocabulary: ids `[n]` of the tokens that it can guess, ascending; or the most that it can, which answers then decide.
+        images: image tokens that the draft sees.
+        vocabulary: ids `[n]` of the tokens that it can predict, ascending; or their largest number, to choose them from
+            answers.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Lessons:
         self.last = args[0][0]
 
     def create(self, seed: int) -> dict[str, Tensor]:
-        """First values of the draft's tensors, float32, where the target is."""
+        """Initial values of the draft's tensors, float32, on the target's device."""
         rows = self.head[self.vocabulary].cpu()
         if isinstance(self.shape, MedusaShape):
             tensors = medusa.create(self.shape, rows)
@@ -160,7 +161,7 @@ class Lessons:
         return eagle3.guesses(tensors, self.shape, lesson)
 
     def _vocabulary(self, most: int) -> Tensor:
-        """`[n]` ids, ascending, of the tokens that answers hold most often; then those of the lowest ids."""
+        """Ids `[n]`, ascending, of the most frequent tokens in answers, filled up with the lowest ids."""
         counts = torch.zeros(len(self.head), dtype=torch.long)
         for index in range(self.first):
             batch = self.batches[index]
@@ -176,7 +177,7 @@ class Lessons:
 
     @torch.no_grad()
     def lesson(self, index: int) -> Lesson | None:
-        """What a sample teaches; None where its answer has one token, which the target says itself."""
+        """The lesson of a sample; None if its answer has only one token, which the target itself computes."""
         with float_products(self.target.model):
             batch = self.batches[index]
             if self.reducer:
@@ -187,7 +188,8 @@ class Lessons:
             inputs: Inputs = distillation.on_model_device(self.target, batch)
             device = self.head.device
             columns = torch.arange(cut - eagle3.STEPS, cut - 1 + count, device=device)
-            # One pass gives all: the hooks keep the taps, `logits_to_keep` the head's inputs, from STEPS rows before.
+            # One pass gives everything: hooks record the taps and, through `logits_to_keep`, the head's inputs from STEPS rows
+            # before.
             logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0, eagle3.STEPS :].float()
             context = self._context(inputs["input_ids"][0], batch["modality"][0])
             return Lesson(
@@ -199,12 +201,12 @@ class Lessons:
             )
 
     def _context(self, ids: Tensor, modality: Tensor) -> dict[str, Any]:
-        """The rows of the draft's context, of the sample that the target has just seen (`Lesson`)."""
+        """The rows of the draft's context for the sample that the target has just run (see `Lesson`)."""
         embeds = embedding(ids, self.table).float()[1:]
         taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
         images = runs(modality == VISION)
         if self.reducer and self.target.spec.positions == "1d":
-            for start, end in images:  # vLLM tells a draft where an image begins, and no place within it
+            for start, end in images:  # vLLM gives a draft an image's start, but no positions within it
                 positions[start:end] = positions[start - 1] + 1
         if self.images.plain:
             return {"embeds": embeds, "taps": taps, "positions": positions}

@@ -5,14 +5,14 @@ With the embedding of the next token the draft computes, at position t,
 
     r_t = g_t;   x_t = [norm(e_{t+1}); norm(r_t)];   a_t = r_t + Attn(x)_t;   f_t = a_t + MLP(norm(a_t))
 
-and `softmax(W_out norm(f_t))`, over a vocabulary of its own, guesses what the target says at position t + 1. To guess further
-ahead there are no taps: at position t + 1 the draft's own `f_t` takes the place of `g_{t+1}`. Training does as drafting does
+and `softmax(W_out norm(f_t))`, over the draft's own vocabulary, predicts the target's token after position t + 1. For tokens
+further ahead there are no taps: at position t + 1 the draft's own `f_t` replaces `g_{t+1}`. Training does the same as drafting
 (the paper's training-time test): `STEPS` passes, in each of which inputs come from the pass before, one position earlier.
-Attention then sees the taps' keys up to where the guessing began, and the draft's own ones from there on.
+Attention then sees the keys of the taps up to the position where guessing began, and the draft's own keys from there on.
 
-The layout is that of vLLM 0.32's `Eagle3LlamaForCausalLM`; the embedding is the target's. Cost of a guess: one block, two of
-whose inputs are joined, and the output head of the draft's vocabulary. Loses: what the target's answers to the training prompts
-do not contain.
+The layout is that of vLLM 0.32's `Eagle3LlamaForCausalLM`; the embedding is the target's. Cost of a guess: one block with a
+concatenated input, and the output head of the draft's vocabulary. Loses: guesses are poor for text unlike the target's answers
+to the training prompts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vlmcompress.export import draft_tensors
 from vlmcompress.export.draft_tensors import LAYER, VECTOR
 
 STEPS = 3
-"""Tokens that are guessed in a row, in training as in serving."""
+"""Number of consecutive tokens that are guessed, in training and in serving."""
 LATER = 0.8
-"""Weight of a step's loss, in that of the step before (the paper's code weighs so)."""
+"""Ratio of the loss weights of consecutive steps, as in the paper's code."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class DraftShape:
         hidden: width of the hidden states, the target's.
         intermediate: width of the MLP.
         heads, kv_heads, head_dim: of attention.
-        taps: numbers of the target's blocks before which its hidden states are taken; the number of all: after the last one.
-        vocabulary: tokens that the draft can guess.
-        eps: of its norms.
-        theta: base of its rotary positions.
-        vector: whether it adds a vector of the image to each row (`VECTOR`).
+        taps: indices of the target's blocks whose input hidden states are used; the number of blocks means after the last one.
+        vocabulary: number of tokens that the draft can predict.
+        eps: epsilon of the norms.
+        theta: base of the rotary positions.
+        vector: whether a vector of the image is added to each row (`VECTOR`).
     """
 
     hidden: int
@@ -73,14 +73,15 @@ class DraftShape:
 
 
 def default_taps(blocks: int) -> tuple[int, ...]:
-    """The taps of a target of so many blocks: vLLM's defaults, and for shallow models early, middle and after the last."""
+    """The taps for a target with `blocks` blocks: vLLM's defaults; for shallow models an early and a middle one and the
+    end."""
     # vLLM 0.32 `model_executor/models/interfaces.py::get_eagle3_default_aux_hidden_state_layers`.
     deep = (2, blocks // 2, blocks - 3)
     return deep if blocks >= 9 else tuple(sorted({max(1, blocks // 4), max(1, blocks // 2), blocks}))
 
 
 def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str, Tensor]:
-    """First values of a draft, float32: it passes the last tap on, and reads it as the target would.
+    """Initial values of a draft, float32: it passes the last tap through and decodes it as the target would.
 
     Args:
         norm: weight `[hidden]` of the target's last norm.
@@ -96,7 +97,7 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
     for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"):
         tensors[name] *= 0.1  # the block begins near the identity
     if shape.vector:
-        tensors[VECTOR].zero_()  # it begins as a draft without
+        tensors[VECTOR].zero_()  # starts like a draft without it
     tensors["fc.weight"] *= 0.1
     tensors["fc.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     tensors["norm.weight"], tensors["lm_head.weight"] = norm.float().clone(), head.float().clone()
@@ -105,17 +106,18 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a draft learns from of one sample, whose context has R rows: those of the sample's tokens but the last, or fewer.
+    """The training data of one sample, whose context has R rows: one for each of the sample's tokens but the last, or fewer.
 
     Attributes:
-        embeds: `[R, hidden]` what a row has for the next token: its embedding, or what stands for it (`draft_images`).
+        embeds: `[R, hidden]` embedding of the next token, or its replacement (`draft_images`).
         taps: `[R, taps * hidden]` the target's hidden states.
-        positions: `[R]` rotary positions; of M-RoPE the first axis, as vLLM gives a draft.
-        begin: the row whose guess is the first that counts; the last ones follow it, and rows before it are of text.
-        logits: `[n, vocabulary]` what the target says where the rows from `begin` on guess, over the draft's tokens.
-        spoken: `[n]` the index of the token that the target says there, among the draft's tokens; -1: not among them.
-        last: `[STEPS + n, hidden]` what the target's output head reads at these n positions and at those before.
-        image: `[hidden]` the mean of the images' features, for a draft that has a vector of it; None: it has none.
+        positions: `[R]` rotary positions; for M-RoPE the first axis, as in vLLM.
+        begin: the first row whose guess counts; all later rows count, and rows before it belong to the prompt.
+        logits: `[n, vocabulary]` the target's logits at the positions that rows from `begin` on predict, over the draft's
+            tokens.
+        spoken: `[n]` index of the target's token there among the draft's tokens; -1: not among them.
+        last: `[STEPS + n, hidden]` inputs of the target's output head at these n positions and the STEPS before.
+        image: `[hidden]` the mean of the images' features, for a draft with an image vector; else None.
     """
 
     embeds: Tensor
@@ -132,12 +134,12 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, st
     """The draft's logits at the answer positions, after guessing 1, 2, ..., `steps` tokens in a row.
 
     Returns:
-        For each step s the logits `[n, vocabulary]` of what stands at each answer position, guessed from the target's hidden
+        For each step s the logits `[n, vocabulary]` for the token at each answer position, predicted from the target's hidden
         states s + 1 positions before.
     """
-    # The paper's training-time test: pass s reads what pass s - 1 gave, one row later, as drafting does without a target.
+    # The paper's training-time test: pass s reads the output of pass s - 1, shifted by one row, as drafting does.
     begin, count = lesson.begin, len(lesson.logits)
-    start = max(0, begin - steps + 1)  # hidden states of the passes before are needed from here on
+    start = max(0, begin - steps + 1)  # first row whose hidden states later passes need
     hidden, embeds = linear(lesson.taps, tensors["fc.weight"]), lesson.embeds  # g_t of the docstring, and e_{t+1}
     if lesson.image is not None:
         embeds = embeds + linear(lesson.image, tensors[VECTOR])
@@ -147,7 +149,7 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, st
         rows = slice(0, None) if step == 0 else slice(start, None)
         normed, output = _pass(tensors, shape, embeds[rows], hidden, lesson.positions[rows], past, start)
         logits.append(linear(normed[begin - start : begin - start + count], tensors["lm_head.weight"]))
-        hidden = torch.cat([output[:1], output[:-1]])  # the first row has nothing before it, and nothing reads it
+        hidden = torch.cat([output[:1], output[:-1]])  # the first row has no predecessor and is not used
     return logits
 
 
@@ -163,11 +165,11 @@ def _pass(
     """One pass of the block; adds its keys and values to `past`.
 
     Args:
-        embeds, hidden, positions: of all rows in the first pass, of those from `start` on in later ones.
+        embeds, hidden, positions: all rows in the first pass, rows from `start` on in later ones.
         past: keys and values `[kv_heads, positions, head_dim]` of the passes before.
 
     Returns:
-        For positions from `start` on: what the output head reads, and what the next pass does.
+        For positions from `start` on: the input of the output head, and the hidden states for the next pass.
     """
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -175,7 +177,7 @@ def _pass(
 
     # x_t: two norms of its own, as in vLLM's `models/llama_eagle3.py::LlamaDecoderLayer.forward`.
     inputs = torch.cat([norm(embeds, f"{LAYER}.input_layernorm"), norm(hidden, f"{LAYER}.hidden_norm")], -1)
-    offset = 0 if past else start  # rows before `start` have keys alone
+    offset = 0 if past else start  # rows before `start` provide keys and values only
     attention = f"{LAYER}.self_attn"
     keys = _rotated(
         _heads(linear(inputs, tensors[f"{attention}.k_proj.weight"]), shape.kv_heads), positions, shape.theta
@@ -198,7 +200,7 @@ def _attend(queries: Tensor, past: Sequence[tuple[Tensor, Tensor]], start: int, 
 
     Args:
         queries: `[heads, n, head_dim]` of the positions from `start` on.
-        past: of each pass so far, the first over all positions, later ones from `start` on.
+        past: keys and values of each pass so far, of the first for all positions, of later ones from `start` on.
 
     Returns:
         `[n, heads * head_dim]`.
@@ -209,13 +211,13 @@ def _attend(queries: Tensor, past: Sequence[tuple[Tensor, Tensor]], start: int, 
     steps, count = len(later), queries.shape[1]
     scale = queries.shape[-1] ** -0.5
     scores = queries @ first_keys.mT * scale
-    # A row of pass s stands s rows before what it guesses from: of the target's keys it sees none from there on.
+    # In pass s the keys of the last s positions come from the later passes, not from the target's hidden states.
     visible = (
         torch.arange(first_keys.shape[1], device=queries.device)
         <= (torch.arange(start - steps, start - steps + count, device=queries.device)[:, None])
     )
     parts = [scores.masked_fill(~visible, -torch.inf)]
-    # Of each later pass a row sees one key, of the same row of guesses: a diagonal, so that no second matrix is needed.
+    # A row sees exactly one key of each later pass (its own chain of guesses): a diagonal, so no second matrix is needed.
     shifted = [(keys.roll(steps - s, 1), values.roll(steps - s, 1)) for s, (keys, values) in enumerate(later, 1)]
     parts += [((queries * keys).sum(-1, keepdim=True) * scale) for keys, _ in shifted]
     weights = torch.cat(parts, -1).softmax(-1)
@@ -240,7 +242,8 @@ def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def loss(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
-    """Divergence in nats of the draft's guesses from what the target says, a mean over positions and weighted steps.
+    """KL divergence in nats of the draft's distributions from the target's, a scalar averaged over positions and weighted
+    steps.
 
     Both distributions are over the draft's tokens.
     """
@@ -251,9 +254,9 @@ def loss(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
 
 
 def accepted(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
-    """For each step the number of guesses that greedy decoding accepts, float64 `[1 + steps]`; the first entry is of all.
+    """Number of guesses that greedy decoding accepts, by step, float64 `[1 + steps]`; the first entry is the number of chains.
 
-    A guess counts that is what the target says, as are those before it in the same row of guesses. Rows begin at each answer
+    A guess is accepted if it and all earlier guesses of its chain equal the target's tokens. A chain starts at each answer
     position where all steps have a target.
     """
     count, steps = len(lesson.spoken), len(logits)
@@ -262,7 +265,7 @@ def accepted(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
     sums[0] = rows
     good = torch.ones(rows, dtype=torch.bool, device=lesson.spoken.device)
     for step, guess in enumerate(logits):
-        # Greedy acceptance ends a row at its first wrong guess: a cumulative product over the steps.
+        # A chain ends at its first wrong guess: a cumulative product over the steps.
         good = good & (guess.argmax(-1) == lesson.spoken)[step : step + rows]
         sums[1 + step] = good.sum()
     return sums

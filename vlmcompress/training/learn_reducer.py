@@ -1,9 +1,9 @@
-"""Train the scorer of the reducer `learned` on calibration images, by what the model says with all visual tokens.
+"""Train the scorer of the reducer `learned` on calibration images, with the unreduced model as teacher.
 
-The model's weights stay as they are. Its next-token distributions at the answers are computed once and kept on disk, as for a
-recovery; then the scorer is trained so that they stay close where the model sees the selection alone (`hooks.gated`). The
-held-out samples judge the selection itself, without noise. No labels are needed: where data have no answers, the model's own
-are taken. Workers of a team (`utils.distributed`) share out the samples, and the first one writes.
+The model's weights do not change. Its next-token distributions at the answers are computed once and stored on disk, as for
+`recover`; then the scorer is trained to keep them close when the model sees only the selected tokens (`hooks.gated`). Held-out
+samples measure the selection itself, without noise. No labels are needed: data without answers get the model's own. Several
+workers (`utils.distributed`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, t
 from vlmcompress.utils.work_folder import WorkFolder, locked_output
 
 MEASURED = 64
-"""Samples that mean and spread of the channels are measured on."""
+"""Number of samples on which mean and standard deviation of the channels are measured."""
 TEMPERATURES = (0.5, 0.3)
-"""Of the soft selection, at the first and at the last step, in units of the spread of an image's worths."""
+"""Temperature of the soft selection at the first and the last step, in standard deviations of an image's scores."""
 NOISE = 0.3
-"""Standard deviation of what is added to worths where training chooses, in the same units."""
+"""Standard deviation of the noise added to scores in training, in the same units."""
 SPREAD, MOST = 2.25, 0.9
-"""Shares are drawn between a `SPREAD`th of `keep` and so many times it, at most `MOST`, or from `keep` to `to`, evenly in
-their logarithm: trained at one share alone, a scorer orders tokens well at that threshold only."""
+"""The share to keep is drawn log-uniformly from `keep / SPREAD` to `keep * SPREAD` (at most `MOST`), or from `keep` to `to`:
+trained at a single share, a scorer orders tokens well at that threshold only."""
 PATIENCE, DIVERGED = 6, 4.0
 COMPARED = ("uniform", "coverage")
-"""Reducers that the outcome names next to it, as they need no training."""
+"""Training-free reducers that the result is compared with."""
 
 
 @dataclass(frozen=True)
 class ScorerTraining:
-    """How a scorer is trained: the flags of the verb. UserError for a value that is not right."""
+    """How a scorer is trained: the command's flags. Raises UserError for an invalid value."""
 
     keep: float = 0.25
     steps: int = 600
@@ -72,18 +72,18 @@ class ScorerTraining:
             raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
 
     def share(self, place: float) -> float:
-        """A share to train at, of those there are, at a place from 0 to 1."""
+        """The share to train at, for a position from 0 (smallest) to 1 (largest) in the range of shares."""
         if self.to is not None:
             return self.keep * (self.to / self.keep) ** place
         return min(MOST, self.keep * SPREAD ** (2 * place - 1))
 
     def judged(self) -> tuple[float, ...]:
-        """The shares at which it is measured: `keep`, or both ends and the middle."""
+        """The shares at which the scorer is measured: `keep`, or both ends and the middle of the range."""
         return (self.keep,) if self.to is None else tuple(self.share(place) for place in (0.0, 0.5, 1.0))
 
     @property
     def samples(self) -> int:
-        """As many samples as are seen once each, with those that are held out."""
+        """Number of samples for which training sees each sample once, including held-out ones."""
         return teacher_cache.samples_for(self.steps * self.batch)
 
 
@@ -95,17 +95,17 @@ def learn_reducer(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts that it holds.
+    """Train a scorer for `recipe.model` and write it to the file `recipe.out`; return the facts stored in that file.
 
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
         training: how it is trained.
-        restart: begin anew where an interrupted run left finished work, which is used otherwise.
+        restart: discard the finished work of an interrupted run, which is reused otherwise.
         overwrite: replace an existing file.
         progress: called with (label, done, total).
 
     Raises:
-        UserError: bad input, or nothing was learned; nothing was written.
+        UserError: bad input, or no improvement; nothing is written then.
     """
     out = recipe.output
     claim = locked_output(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
@@ -167,7 +167,7 @@ class _Training:
         self.weights: dict[str, Tensor] = {}
 
     def run(self, progress: Progress) -> tuple[TrainLog, dict[str, Tensor], dict[str, float]]:
-        """Train; return how it went, the best tensors, and the held-out divergence after the reducers `COMPARED`."""
+        """Train; return the log, the best tensors, and the held-out divergence of the reducers `COMPARED`."""
         settings = self.settings
         with self.gated:
             mean, spread = self._spread()
@@ -200,15 +200,15 @@ class _Training:
         )
 
     def _backward(self, index: int, factor: float) -> float:
-        """Add a sample's gradient, with a share and noise that its number, the step and the seed decide."""
-        # Of whole numbers Python's hash is the same in every process: only those of texts and bytes are salted.
+        """Add a sample's gradient; share and noise are determined by sample number, step and seed. Returns its loss."""
+        # Python's hash of integers is the same in every process: only those of strings and bytes are salted.
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
         temperature = first * (last / first) ** (self.step / self.settings.steps)
         share = self.settings.share(float(torch.rand((), generator=random)))
 
         def soft(features: Tensor, grid: Grid) -> Tensor:
-            # Noisy worths draw which tokens stay (perturbed top-k). The model sees this hard selection, the gradient is of a
+            # Noisy scores select the tokens (perturbed top-k). The model sees this hard selection; the gradient is that of a
             # soft one (`gates`; straight-through, arXiv 1308.3432), which gets harder as the temperature falls.
             values = gated.standardize(learned.score(self.weights, features, grid))
             noise = NOISE * torch.randn(len(values), generator=random).to(values.device)
@@ -222,7 +222,7 @@ class _Training:
         return float(loss.detach())
 
     def _hard(self, keep: float) -> Gate:
-        """The gate that leaves what the scorer chooses."""
+        """The gate that keeps the tokens chosen by the scorer."""
 
         def gate(features: Tensor, grid: Grid) -> Tensor:
             kept = torch.cat(self._chosen(learned.score(self.weights, features, grid), features, grid, keep))
@@ -231,7 +231,7 @@ class _Training:
         return gate
 
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
-        """The tokens that are kept for their worth, and those that cover the image next to them."""
+        """The tokens kept for their score, and those kept to cover the image."""
         options = learned.Options(keep=keep)
         return learned.choose(values, features, learned.budget(grid, options), options.cover)
 
@@ -260,8 +260,8 @@ class _Training:
         if all(too_small(learned, grid, learned.Options(keep=self.settings.keep)) for grid in grids):
             most = max(map(math.prod, grids))
             raise UserError(
-                f"--keep {self.settings.keep:g} of these images, of at most {most} tokens, is no token, so they would be kept "
-                f"whole; give at least {1 / most:.2g}"
+                f"--keep {self.settings.keep:g} of these images, of at most {most} tokens, is less than one, so they would be "
+                f"kept whole; give at least {1 / most:.2g}"
             )
         every = torch.cat(rows)
         return every.mean(0), every.std(0, correction=0)
@@ -272,7 +272,7 @@ class _Training:
 
 
 def _chosen_by(name: str, keep: float) -> Gate:
-    """Gates of what another reducer keeps."""
+    """The gate that keeps the tokens of another reducer."""
     method = REGISTRY.get(name)
 
     def gate(features: Tensor, grid: Grid) -> Tensor:
@@ -284,13 +284,13 @@ def _chosen_by(name: str, keep: float) -> Gate:
 
 def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
     if out.suffix != ".safetensors":
-        raise UserError(f"{out} is to be a file of a scorer; give it a name that ends in .safetensors")
+        raise UserError(f"{out} has to be a scorer's file; give it a name that ends in .safetensors")
     folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
     if out.is_dir():
         raise UserError(f"{out} is a folder; give another name for the scorer's file")
     if out.exists() and not overwrite:
-        raise UserError(f"{out} is there already; choose another name, or add --overwrite")
+        raise UserError(f"{out} exists already; choose another name, or add --overwrite")
     if out.exists() and not scorer_file.is_scorer(out):
-        raise UserError(f"{out} is no scorer, so it is not ours to overwrite; choose another name")
+        raise UserError(f"{out} is not a scorer, so it is not overwritten; choose another name")
     if reason := family_refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
         raise UserError(reason)

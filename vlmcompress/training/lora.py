@@ -1,9 +1,9 @@
 """Low-rank adapters: `W' = W + 2 B A` with `A [rank, in]`, `B [out, rank]` (LoRA, arXiv 2106.09685), and their merging.
 
-`A` is drawn, `B` begins as zero, so that the first step starts from the model as it is. Adapters are float32; while they train
-they add `2 (x A^T) B^T` to a layer's output, computed in the type of its input. Merged, they become part of the weight, which
-is rounded to its own type: in bfloat16 a small change of a large weight is lost there, so what is kept is measured merged.
-Costs `rank (in + out)` numbers for each layer, with two more copies in the optimizer.
+`A` is random and `B` zero at first, so training starts from the unchanged model. Adapters are float32; during training they
+add `2 (x A^T) B^T` to a layer's output, computed in the dtype of its input. Merging adds them to the weight, which is rounded
+to its own dtype: bfloat16 loses small changes of large weights, so the result is measured after merging. Costs `rank (in +
+out)` numbers per layer, with two more copies in the optimizer.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 SCALE = 2.0
-"""What the product of the two matrices is multiplied by: LoRA's alpha over the rank."""
+"""Factor of the product of the two matrices: LoRA's alpha divided by the rank."""
 DOWN, UP = "lora_down", "lora_up"
 
 
 def create_adapters(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[str, Tensor]:
-    """Make adapters that change nothing yet.
+    """Make adapters whose product is zero.
 
     Args:
         shapes: layer -> (outputs, inputs) of its weight.
-        rank: of every adapter; at most the smaller side of a weight is used.
-        seed: of the matrices that are drawn.
+        rank: rank of the adapters, limited to the smaller side of each weight.
+        seed: seed of the random matrices.
 
     Returns:
         `LAYER.lora_down [rank, in]` and `LAYER.lora_up [out, rank]` of each layer, float32.
@@ -48,7 +48,7 @@ def adapted_layers(adapters: Mapping[str, Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def attached(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the context the layers of `model` compute with their adapters; gradients reach these."""
+    """Within the context the layers of `model` compute with their adapters, and gradients reach the adapters."""
     with contextlib.ExitStack() as hooks:
         for name in adapted_layers(adapters):
             hook = functools.partial(_add, adapters[f"{name}.{DOWN}"], adapters[f"{name}.{UP}"])
@@ -57,13 +57,13 @@ def attached(model: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[None]
 
 
 def merge_adapter(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """The weight `[out, in]` with its adapter in it: computed in float32 or wider, in the weight's own type."""
+    """The weight `[out, in]` plus its adapter's product: computed in float32 or wider, rounded to the weight's dtype."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + SCALE * (up.to(wide) @ down.to(wide))).to(weight.dtype)
 
 
 def _add(down: Tensor, up: Tensor, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
-    """Hook after a linear layer: add what its adapter makes of the input `[..., in]`."""
+    """Hook after a linear layer: add its adapter's output for the input `[..., in]`."""
     x = args[0]
     narrow = nn.functional.linear(x, down.to(x.dtype))
     return output + SCALE * nn.functional.linear(narrow, up.to(x.dtype))

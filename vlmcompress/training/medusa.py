@@ -1,15 +1,15 @@
-"""Medusa (arXiv 2401.10774): heads that guess a model's next tokens from its last hidden state, each of them another one.
+"""Medusa (arXiv 2401.10774): heads that predict a model's next tokens from its last hidden state, one position each.
 
-With `h_t` what the target's output head reads at position t, head s guesses the token s + 1 places after the one that the
-target itself says there:
+With `h_t` the input of the target's output head at position t, head s predicts the token s + 1 positions after the one that
+the target itself predicts there:
 
     softmax(W_out (h_t + SiLU(A_s h_t)))
 
-A guess knows nothing of the ones before it. The output head is one for all, and over a vocabulary of the draft's own. This is
-the form that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes the likeliest guess of each head and no tree.
-vLLM 0.33 has no Medusa any more: this file goes with the support of 0.32, and with it what names it (`plugin/_medusa.py`, the
-branches for the kind in `draft`, `draft_lessons`, `draft_write` and `draft_folder`).
-Cost: a product of the hidden size a guess, next to the output head. Loses: what depends on the guesses before.
+A guess does not depend on earlier guesses. All heads share one output head, over the draft's own vocabulary. This is the form
+that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes each head's most likely token instead of a tree. vLLM
+0.33 has removed Medusa: this file can be deleted when support for 0.32 ends, with everything that names it
+(`plugin/_medusa.py`, the branches for the kind in `draft`, `draft_lessons`, `draft_write` and `draft_folder`).
+Cost: a hidden-size matrix product per guess, besides the output head. Loses: dependence on earlier guesses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlmcompress.training.eagle3 import STEPS, Lesson
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """Sizes of the heads: the target's `hidden` width, and how many tokens they can guess; there are no `taps`."""
+    """Sizes of the heads: the target's `hidden` width, and the number of tokens they can predict; there are no `taps`."""
 
     hidden: int
     vocabulary: int
@@ -40,14 +40,15 @@ class MedusaShape:
 
 
 def create(shape: MedusaShape, head: Tensor) -> dict[str, Tensor]:
-    """First values, float32: each head says what the target says. `head`: rows `[vocabulary, hidden]` of its output head."""
+    """Initial values, float32: each head predicts the target's token. `head`: rows `[vocabulary, hidden]` of its output
+    head."""
     tensors = {name: torch.zeros(size) for name, size in shape.tensors().items()}
     tensors["lm_head.weight"] = head.float().clone()
     return tensors
 
 
 def config(shape: Any, words: int, model: Any) -> dict[str, Any]:
-    """The config.json. `words`: tokens of the target, which is `model`."""
+    """The content of config.json. `words`: vocabulary size of the target `model`."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -66,13 +67,13 @@ def guesses(tensors: Mapping[str, Tensor], lesson: Lesson) -> list[Tensor]:
     """The logits of each head at the answer positions.
 
     Returns:
-        For each head s the logits `[n, vocabulary]` of what stands at each answer position, guessed from the target's hidden
+        For each head s the logits `[n, vocabulary]` for the token at each answer position, predicted from the target's hidden
         state s + 1 positions before.
     """
     count = len(lesson.logits)
     logits = []
     for step in range(STEPS):
-        # `last` begins STEPS positions before the first answer: head s reads s + 1 positions before what it guesses.
+        # `last` begins STEPS positions before the first answer position, and head s reads s + 1 positions before its guess.
         states = lesson.last[STEPS - step - 1 :][:count]
         states = states + silu(linear(states, tensors[f"blocks.{step}.layers.0.weight"]))
         logits.append(linear(states, tensors["lm_head.weight"]))

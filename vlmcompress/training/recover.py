@@ -1,10 +1,10 @@
-"""Recover what a token reducer cost a model: train it for some steps to answer with the reducer as it did before.
+"""Recover accuracy lost to a token reducer: train the model for some steps to answer with the reducer as it did without.
 
 The teacher is the model with all its visual tokens, the student the same model with the reducer (and with smaller images,
-where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and kept on disk; then
-`train_loop` runs, judged by samples that it does not train on. What comes out is a checkpoint as `quantize --scheme none`
-writes it, with other weights. Where no measurement beats the model as it was, the original weights are written. Workers of a
-team (`utils.distributed`) share out the samples, and the first one writes.
+where a `resize` comes first). The teacher's next-token distributions at the answers are computed once and stored on disk; then
+`train_loop` runs, evaluated on held-out samples. The result is a checkpoint like that of `quantize --scheme none`, with
+trained weights. If no measurement beats the original model, the original weights are written. Several workers
+(`utils.distributed`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlmcompress.utils.tensor_files import DTYPES
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 LEARNED_FROM = 128
-"""Most samples that a reducer learns its numbers from."""
+"""Most samples for fitting a reducer's parameters (such as thresholds)."""
 
 
 def recover(
@@ -46,14 +46,14 @@ def recover(
     Args:
         recipe: resolved recipe of scheme `none`; its model, data, seed, reducer and `resize` are used.
         training: what is trained, and how.
-        restart: begin anew where an interrupted run left finished work, which is used otherwise.
+        restart: discard the finished work of an interrupted run, which is reused otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
         progress: called with (label, done, total).
 
-    One of several workers does its share; only the first one's result has a manifest.
+    Each of several workers does its share; only the first worker's result has a manifest.
 
     Raises:
-        UserError: bad input; nothing was written.
+        UserError: bad input; nothing is written then.
     """
     claim = locked_folder(recipe.model, recipe.output, overwrite=overwrite, mark=MANIFEST, restart=restart)
     with timed_phases(), claim as work:
@@ -89,7 +89,7 @@ def _recovered(
         taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
         data = taught.data
         with phase("reducer"), distributed.shared_errors():
-            # reducer and resize learn from the samples, as they do when a checkpoint is quantized
+            # reducer and resize are fitted to the samples, as in `quantize`
             vlm = taught.vlm
             resize = fit_resize(recipe.resize, vlm, data.samples)
             vlm = resizing.resized(vlm, resize) if resize else vlm

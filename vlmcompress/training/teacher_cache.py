@@ -1,12 +1,12 @@
-"""The samples of a training run: read, given the teacher's answers where they have none, and shown to the teacher.
+"""The samples of a training run: read them, add the teacher's answers where they have none, and cache the teacher's outputs.
 
-Workers of a team share them out, some samples at a time, and tell each other then whether all is well.
+Several workers share them out, some samples at a time, and after each part exchange whether an error occurred.
 
 The objective is the Kullback-Leibler divergence of the student's next-token distribution from the teacher's,
 `KL(p || q) = sum_i p_i (log p_i - log q_i)` in nats, the mean over a sample's answer tokens. The teacher's distribution `p` is
-computed once and kept. Of a vocabulary of up to `WHOLE` tokens all of it is kept, and the divergence is exact. Of a larger one
-the `TOP` most likely tokens are kept, and all others together are one more outcome with the mass that is left: the divergence
-between these coarser distributions, which is never more than the exact one, and zero where that is.
+computed once and stored. For a vocabulary of up to `WHOLE` tokens it is stored completely, and the divergence is exact. For a
+larger one the `TOP` most likely tokens are stored, and all others form one more outcome with the remaining mass. The
+divergence is then that of these coarser distributions: never more than the exact one, and zero if that is zero.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vlmcompress.utils.progress import Progress, phase
 from vlmcompress.utils.work_folder import WorkFolder
 
 FEWEST = 16
-"""Samples that a recovery needs."""
+"""Fewest samples for training."""
 HELD_OUT, LEAST_HELD_OUT = 0.1, 8
-"""Share of the samples that are held out, and the fewest."""
+"""Share of the samples that are held out, and their smallest number."""
 ANSWER_TOKENS = 32
-"""Most tokens of an answer that the teacher writes where the data have none."""
+"""Most tokens of an answer by the teacher, for samples without one."""
 PART = 16
-"""Samples whose teacher's targets are in one file, which one worker writes."""
+"""Number of samples whose targets are in one file, written by one worker."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class TrainingData:
 
     Attributes:
         source: where they came from, for messages.
-        samples: those to train on, then the held-out ones.
-        held_out: how many of the last are not trained on.
-        written: how many answers the teacher wrote, as the data had none.
-        skipped: rows that could not be used: name -> why.
+        samples: the training samples, then the held-out ones.
+        held_out: number of held-out samples, at the end of `samples`.
+        written: number of samples whose answer is the teacher's, as the data had none.
+        skipped: unusable rows: name -> reason.
     """
 
     source: str | Path
@@ -64,7 +64,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """A teacher, and the samples that it was shown; `origin` describes these for the manifest."""
+    """A teacher with its samples, whose targets are cached; `origin` describes the samples for the manifest."""
 
     vlm: VLM
     data: TrainingData
@@ -72,20 +72,20 @@ class TeacherCache:
 
 
 def samples_for(trained_on: int) -> int:
-    """How many samples there have to be for so many to train on, as a tenth of all is held out."""
+    """Number of samples needed to train on `trained_on` of them, as a tenth of all is held out."""
     return trained_on + max(LEAST_HELD_OUT, -(-trained_on // 9))
 
 
 def apart(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
-    """The samples, those that are held out last, and how many these are: a tenth, whose images no other sample shows.
+    """Split off a tenth of the samples to hold out; returns all samples, the held-out ones last, and the number of these.
 
-    Questions about one image stay on one side, as what was learned about an image would tell nothing about others. So that they
-    do, some more may be held out, but never over half of all.
+    Training and held-out samples share no image, as otherwise the measurement would not show generalization. This may hold out
+    some more samples, but never over half of all.
     """
     groups = _by_images(samples)
     least, chosen = max(LEAST_HELD_OUT, round(HELD_OUT * len(samples))), set[int]()
     for group in reversed(groups):
-        # Whole groups go to the held-out side until it has its share, unless that takes it beyond half of all.
+        # Whole groups are held out until the share is reached, unless that would exceed half of all samples.
         if len(chosen) < least and len(chosen) + len(group) <= max(least, len(samples) // 2):
             chosen.update(group)
     trained = [sample for number, sample in enumerate(samples) if number not in chosen]
@@ -113,9 +113,9 @@ def _by_images(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def read_samples(source: str | Path, recipe: Recipe, *, reduced: bool) -> Samples:
-    """Read the samples that a recipe asks for. UserError: too few of them have images; with `reduced`, some show videos.
+    """Read a recipe's samples. Raises UserError if too few have images or, with `reduced`, if some have videos.
 
-    Those without stay: nothing is reduced in them, and they hold the model to its answers to text.
+    Samples without images are kept: nothing is reduced in them, and they preserve the model's answers to text.
     """
     settings = recipe.calibrate
     options: dict[str, Any] = {"samples": settings.samples, "seed": recipe.seed, "reading": Reading.of(settings)}
@@ -146,11 +146,11 @@ def cache_teacher(
 def training_settings(
     command: str, recipe: Recipe, training: Any, samples: Sequence[Sample], particulars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All that decides a training run, for `WorkFolder.begin`.
+    """All settings that determine a training run, for `WorkFolder.begin`.
 
     Args:
         training: the values of its flags.
-        particulars: settings of this command's own.
+        particulars: settings specific to this command.
     """
     flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {
@@ -166,13 +166,13 @@ def training_settings(
 
 
 def answers_in(work: WorkFolder) -> dict[str, str]:
-    """Answers that the teacher wrote so far, by the id of a sample: those of all workers."""
+    """The teacher's answers so far, of all workers: id of a sample -> answer."""
     notes = [work.read_note(path.stem, dict[str, str]) for path in sorted(work.folder.glob("answers-*.json"))]
     return {id: answer for answers in notes for id, answer in answers.items()}
 
 
 def keep_answers(work: WorkFolder, answers: Mapping[str, str]) -> None:
-    """Write all answers that this worker has to its own file."""
+    """Write all answers of this worker to its own file."""
     work.write_note(f"answers-{distributed.rank()}", dict(answers))
 
 
@@ -196,9 +196,9 @@ def answered(
     progress: Progress,
     most: int = ANSWER_TOKENS,
 ) -> TrainingData:
-    """Give each sample an answer, the teacher's own of at most `most` tokens where it has none.
+    """Give each sample without an answer the teacher's own, of at most `most` tokens.
 
-    One to which the teacher says nothing is left out.
+    Samples for which the teacher's answer is empty are left out.
     """
     answers = answers_in(work)
     lacking = [sample for sample in samples if not (sample.answer or "").strip()]
@@ -215,7 +215,7 @@ def answered(
     every = [replace(row, answer=answers[row.id]) if row.id in unanswered else row for row in samples]
     kept = [sample for sample in every if (sample.answer or "").strip()]
     if dropped := len(every) - len(kept):
-        note(f"{dropped} samples are left out: they have no answer, and the model says nothing to them")
+        note(f"{dropped} samples are left out: they have no answer, and the model's own is empty")
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
     data = TrainingData(source, *apart(kept), written, skipped)
@@ -224,7 +224,7 @@ def answered(
         if not any(sample.visual for sample in samples):
             raise UserError(
                 f"{data.source}: none of the {len(samples)} samples {part} has an image; give more samples with images, "
-                "or another --seed, which decides who is held out"
+                "or another --seed, which determines which samples are held out"
             )
     return data
 
@@ -254,11 +254,11 @@ def _said(vlm: VLM, data: TrainingData, batches: Encoded, part: int, progress: P
         said = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
         if said["logs"].isnan().any():
             raise UserError(
-                f"{data.samples[index].name}: what the model answers holds NaN, so there is nothing to train by; see "
+                f"{data.samples[index].name}: the model's logits hold NaN, so it cannot be a teacher; check "
                 "whether its weights are right (`vlmcompress doctor`), or overflow in float16"
             )
         tensors |= {f"{index}/{kind}": tensor.cpu() for kind, tensor in said.items()}
-        progress("asking the teacher", index + 1, len(batches))
+        progress("running the teacher", index + 1, len(batches))
     return tensors
 
 
@@ -275,15 +275,15 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
 
 WHOLE = 1024
 TOP = 64
-_LEAST = 1e-7  # of a mass that is left: a smaller one is what rounding leaves
+_LEAST = 1e-7  # smallest remaining mass; below it is rounding error
 
 
 def teacher_targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[str, Tensor]:
-    """A teacher's log-probabilities to train by, of `logits [tokens, vocabulary]`.
+    """The teacher's log-probabilities to store, from `logits [tokens, vocabulary]`.
 
     Args:
-        whole: the largest vocabulary of which everything is kept.
-        top: how many tokens are kept of a larger one.
+        whole: the largest vocabulary that is stored completely.
+        top: number of tokens stored for a larger one.
 
     Returns:
         `logs [tokens, vocabulary]` float32, log-probabilities; or `logs [tokens, top]`, and `ids [tokens, top]` int32.
@@ -296,10 +296,10 @@ def teacher_targets(logits: Tensor, whole: int = WHOLE, top: int = TOP) -> dict[
 
 
 def teacher_divergence(kept: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-    """The divergence of a student's `logits [tokens, vocabulary]` from what `teacher_targets` kept: a scalar in nats, float32.
+    """Divergence of a student's `logits [tokens, vocabulary]` from the targets of `teacher_targets`: a float32 scalar in nats.
 
     Raises:
-        ValueError: the two are of different numbers of tokens.
+        ValueError: the numbers of tokens differ.
     """
     teacher = kept["logs"].to(logits.device)
     if len(teacher) != len(logits):

@@ -1,13 +1,12 @@
-"""The loop of a recovery: AdamW on a few tensors, judged by samples that it never trains on, and the best state is kept.
+"""The training loop: AdamW on some tensors, evaluated on held-out samples; the best state is kept.
 
-The learning rate rises over the first steps and falls to zero as a cosine. Gradients are clipped to a norm of 1. Every so
-many steps the divergence of the held-out samples is measured. The loop ends early where it has not been lower than before for
-as many measurements as the settings say, and where it diverges: a loss that is not finite, or a held-out divergence above
-`DIVERGED` times the first one. What the loop goes by is stored at each measurement, so that a run that goes on from there
-comes to the same bits.
+The learning rate rises over the first steps and then falls to zero as a cosine. Gradients are clipped to a norm of 1. Every
+few steps the divergence of the held-out samples is measured. The loop ends early if that has not improved for `patience`
+measurements, or if training diverges: a loss that is not finite, or a held-out divergence above `DIVERGED` times the first
+one. The loop's state is stored at each measurement, and a run resumed from there gives identical bits.
 
-Workers of one run (`utils.distributed`) share out the samples of a step, and their gradients are added up: the same step as
-one worker does but for the order of sums. Each changes its own copy of what is trained in the same way; the first keeps the
+Several workers (`utils.distributed`) share out the samples of a step, and their gradients are summed: the same step as with
+one worker, up to the order of sums. Each worker updates its own copy of the tensors identically; the first one stores the
 state.
 """
 
@@ -29,11 +28,11 @@ from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.work_folder import WorkFolder
 
 PATIENCE = 4
-"""How many measurements in a row may be no better than the best, where the settings do not say."""
+"""Default number of consecutive measurements without improvement after which the loop ends."""
 DIVERGED = 2.0
-WARM_UP = 0.1  # share of the steps in which the rate rises
+WARM_UP = 0.1  # share of the steps for warm-up
 MOST_WARM_UP = 20  # steps
-_NOISE = 1e-4  # nats: below it a divergence is what rounding makes
+_NOISE = 1e-4  # nats; a smaller divergence is rounding error
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -43,13 +42,13 @@ class LoopSettings:
 
     Attributes:
         steps: most steps.
-        batch: samples of a step.
+        batch: samples per step.
         lr: the highest learning rate.
         every: steps between two measurements of the held-out samples.
-        seed: of the order of samples.
-        label: of the progress.
-        patience: how many measurements in a row may be no better than the best.
-        diverged: a held-out divergence of so many times the first ends the run.
+        seed: seed of the order of samples.
+        label: label of the progress bar.
+        patience: number of consecutive measurements without improvement after which the loop ends.
+        diverged: a held-out divergence of this many times the first one ends the loop.
     """
 
     steps: int
@@ -63,12 +62,12 @@ class LoopSettings:
 
     @classmethod
     def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> LoopSettings:
-        """The settings that a training's flags (`steps`, `batch`, `lr`, `every`) give."""
+        """The settings from a command's flags (`steps`, `batch`, `lr`, `every`)."""
         return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
 
 
 def check_flags(training: Any, *counts: str) -> None:
-    """Raise UserError where a field of a training's flags named in `counts` is below 1, or its `lr` not between 0 and 1."""
+    """Raise UserError if one of the flags named in `counts` is below 1, or `lr` is not between 0 and 1."""
     for name in counts:
         if getattr(training, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(training, name)}; it should be at least 1")
@@ -78,14 +77,14 @@ def check_flags(training: Any, *counts: str) -> None:
 
 @dataclass
 class TrainLog:
-    """How a run went so far.
+    """Progress of a run so far.
 
     Attributes:
         first: divergence of the held-out samples before training, in nats.
-        step: steps that were done.
-        best, best_step: the lowest divergence so far, and after which step; 0: before training.
+        step: number of steps done.
+        best, best_step: the lowest divergence so far and its step; 0: before training.
         history: (step, divergence) of each measurement.
-        ended: why the run ended before its last step, in words; None: it did not.
+        ended: why the run ended before its last step, for messages; None: it did not.
     """
 
     first: float
@@ -100,7 +99,8 @@ class TrainLog:
         self.history = [(int(step), value) for step, value in self.history]
 
     def record(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
-        """Record the held-out loss after `step`; True if it is the best so far. The others are as of `LoopSettings`."""
+        """Record the held-out divergence after `step`; returns whether it is the best so far. Other arguments as in
+        `LoopSettings`."""
         self.history.append((self.step, value))
         better = value < self.best
         if better:
@@ -114,11 +114,11 @@ class TrainLog:
 
 
 STATE = "state"
-"""Name of the loop's state in a work folder."""
+"""File name of the loop's state in a work folder."""
 
 
 def rate(step: int, steps: int) -> float:
-    """The learning rate of step `step`, from 0, as a share of the highest."""
+    """The learning rate at `step`, counted from 0, as a share of the highest rate."""
     # Linear warm-up, then half a cosine to zero (Loshchilov and Hutter, SGDR, arXiv 1608.03983, without restarts).
     warm = max(1, min(math.ceil(WARM_UP * steps), MOST_WARM_UP))
     if step < warm:
@@ -127,12 +127,12 @@ def rate(step: int, steps: int) -> float:
 
 
 def order(count: int, step: int, batch: int, seed: int) -> Iterator[int]:
-    """The samples of step `step`, from 0: all of `count` once in an order that is drawn, then all in another, and so on."""
+    """Indices of the samples of `step`, counted from 0: each epoch visits all `count` samples in a new random order."""
     drawn: dict[int, list[int]] = {}
     for place in range(step * batch, (step + 1) * batch):
         turn, at = divmod(place, count)
         if turn not in drawn:
-            # A permutation an epoch, of the seed and the epoch alone: a run that goes on draws none before it anew.
+            # One permutation per epoch, from seed and epoch only: a resumed run need not repeat earlier draws.
             random = torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
             drawn[turn] = torch.randperm(count, generator=random).tolist()
         yield drawn[turn][at]
@@ -149,20 +149,19 @@ def train(
     work: WorkFolder,
     progress: Progress = silent,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
-    """Run the loop, from the state that `work` keeps of an interrupted run if it has one.
+    """Run the loop, resuming from the state in `work` if there is one.
 
     Args:
-        trained: name -> float32 tensor, a leaf that gets a gradient; at the end they are where the run ended.
-        samples: how many there are to train on.
+        trained: name -> float32 leaf tensor that requires a gradient; updated in place.
+        samples: number of training samples.
         backward: called with a sample's number and a factor; adds the gradient of factor times its loss to `trained`, and
             returns the loss.
         held_out: measures the divergence of the held-out samples, in nats; the same number in all workers.
-        changed: called with the number of steps done after the values of `trained` have changed, and before anything is run
-            with them.
+        changed: called with the number of steps done after `trained` was updated, before the model runs again.
         progress: called with (label, done, total).
 
     Returns:
-        How it went, and the values of `trained` at the best measurement; none where that is the one before training.
+        The log, and the values of `trained` at the best measurement; empty if that was before training.
     """
     loop = _Loop(trained, settings)
     if work.has(STATE):
@@ -209,12 +208,12 @@ class _Loop:
         flat = distributed.all_sum(torch.cat([*(leaf.flatten() for leaf in grads), facts]))
         *sums, summed = flat.split([*(leaf.numel() for leaf in grads), len(facts)])
         for tensor, grad, has in zip(tensors, sums, summed.tolist(), strict=False):
-            tensor.grad = grad.view_as(tensor) if has else None  # what no worker's loss depends on has none
+            tensor.grad = grad.view_as(tensor) if has else None  # None if no worker's loss depends on it
         return float(summed[-1])
 
     def update(self, step: int) -> bool:
-        """Do a step with the gradients that there are, and forget them; nothing is changed where one is not finite."""
-        # A norm that is not finite scales all gradients to NaN, so the step is not done and the run ends.
+        """Do a step and clear the gradients; returns False and changes nothing if a gradient is not finite."""
+        # With a norm that is not finite clipping would turn all gradients into NaN, so the run ends without the step.
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         finite = bool(norm.isfinite())
         if finite:
@@ -225,16 +224,16 @@ class _Loop:
         return finite
 
     def state(self, best: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All tensors that a run needs to go on, and the best values."""
+        """All tensors needed to resume a run, including the best values."""
         tensors = {f"best/{name}": tensor for name, tensor in best.items()}
         for name, tensor in self.trained.items():
             tensors[f"now/{name}"] = tensor.detach().cpu().clone()
-            moments = self.optimizer.state.get(tensor) or {}  # one that nothing depends on never has any
+            moments = self.optimizer.state.get(tensor) or {}  # a tensor without gradients has none
             tensors |= {f"{key}/{name}": moments[key].cpu() for key in _MOMENTS if moments}
         return tensors
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
-        """Take up what `state` gave; return how it went until then, and the best values. UserError: it is damaged."""
+        """Restore what `state` returned; returns the log and the best values. Raises UserError if it is damaged."""
         schema.check_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():

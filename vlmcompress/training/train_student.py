@@ -1,8 +1,7 @@
-"""What a recovery trains: the options of the verb, the student's tensors, the training, and what the manifest says of it.
+"""The training of `recover`: the command's options, the trained tensors, the training itself, and its part of the manifest.
 
-A parameter of a model in 16 bits has a float32 master: gradients are added up there, the optimizer changes it, and the model
-gets it rounded. Linear layers of the language model have adapters (`training.lora`) and stay as they are until these are
-merged.
+A parameter of a 16-bit model has a float32 master copy: gradients accumulate there, the optimizer updates it, and the model
+gets it rounded. Linear layers of the language model have adapters (`training.lora`) and do not change until these are merged.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from vlmcompress.utils.work_folder import WorkFolder
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained, and how: the flags of the verb.
+    """What is trained, and how: the command's flags.
 
     Raises:
-        UserError: a value is not right.
+        UserError: a value is invalid.
     """
 
     train: tuple[str, ...] = ("projector", "norms", "lora")
@@ -51,7 +50,7 @@ class TrainingOptions:
 
     @property
     def samples(self) -> int:
-        """As many samples as are seen once each, with those that are held out."""
+        """Number of samples for which training sees each sample once, including held-out ones."""
         return teacher_cache.samples_for(self.steps * self.batch)
 
 
@@ -61,10 +60,10 @@ class Student:
 
     Attributes:
         vlm: the model, on its device.
-        names: of the parameters that the checkpoint has.
+        names: names of the parameters in the checkpoint.
         batches: the samples, the held-out ones at the end.
-        held_out: how many these are.
-        attached: a context in which the model runs after its reducer.
+        held_out: number of held-out samples.
+        attached: context manager within which the model runs with its reducer.
     """
 
     vlm: VLM
@@ -76,12 +75,12 @@ class Student:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What training came to.
+    """Result of the training.
 
     Attributes:
-        changed: parameter -> its new value; none where nothing is better than before.
-        after: divergence of the held-out samples with these, in nats.
-        counts: part -> how many numbers of it were trained.
+        changed: parameter -> its new value; empty if nothing improved.
+        after: divergence of the held-out samples with these values, in nats.
+        counts: part -> number of trained weights.
     """
 
     log: TrainLog
@@ -93,7 +92,7 @@ class TrainingOutcome:
 def trained(
     student: Student, training: TrainingOptions, seed: int, work: WorkFolder, progress: Progress
 ) -> TrainingOutcome:
-    """Train a model with its reducer, and leave it as the best measurement had it, merged; or as it was."""
+    """Train a model with its reducer; it is left in its best state, with adapters merged, or unchanged."""
     vlm, batches = student.vlm, student.batches
     first = len(batches) - student.held_out
     with distributed.shared_errors():
@@ -107,7 +106,7 @@ def trained(
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
             divergence = loss(index)
-            if divergence.requires_grad:  # the projector has no part in a sample of text alone
+            if divergence.requires_grad:  # text-only samples do not use the projector
                 (divergence * factor).backward()
         return float(divergence.detach())
 
@@ -128,11 +127,13 @@ def trained(
         after = measured() if changed else log.first
     if after < log.first:
         return TrainingOutcome(log, changed, after, parts.counts)
-    return TrainingOutcome(log, {}, log.first, parts.counts)  # also where rounding to the model's type undid it
+    return TrainingOutcome(
+        log, {}, log.first, parts.counts
+    )  # also if rounding to the model's dtype undid the improvement
 
 
 def recovery_facts(training: TrainingOptions, outcome: TrainingOutcome, data: TrainingData) -> dict[str, Any]:
-    """What the manifest says of a recovery."""
+    """The manifest's entry about the training."""
     log = outcome.log
     return {
         "settings": asdict(training) | {"train": list(training.train)},
@@ -163,21 +164,21 @@ PARTS = {
     "lora": "adapters of the language model",
     "tower": "vision tower",
 }
-"""What can be trained -> in words."""
+"""Part that can be trained -> its description."""
 
 
 class Trained:
-    """The tensors that are trained of a model.
+    """The trained tensors of a model.
 
     Args:
         vlm: the model, on the device that it is trained on.
         parts: names of `PARTS`.
-        rank: of the adapters.
-        seed: of the adapters' first values.
-        stored: names of the parameters that its checkpoint has; others stay as they are.
+        rank: rank of the adapters.
+        seed: seed of the adapters' initial values.
+        stored: names of the parameters in its checkpoint; others are not trained.
 
     Raises:
-        UserError: the model has nothing of a part.
+        UserError: the model has no parameters of a part.
     """
 
     def __init__(self, vlm: VLM, parts: Collection[str], rank: int, seed: int, stored: Collection[str]) -> None:
@@ -206,12 +207,12 @@ class Trained:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by the name of the parameter, or of the adapter's matrix."""
+        """All trained tensors, by name of the parameter or of the adapter's matrix."""
         return self.masters | self.adapters
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Within the context the model computes with them, and a backward pass adds their gradients."""
+        """Within the context the model computes with the trained tensors, and a backward pass accumulates their gradients."""
         with contextlib.ExitStack() as stack:
             for name, master in self.masters.items():
                 parameter = self.model.get_parameter(name).requires_grad_()
@@ -222,7 +223,7 @@ class Trained:
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Give the model the present values of the masters, rounded to its type."""
+        """Copy the masters' current values to the model, rounded to its dtype."""
         for name, master in self.masters.items():
             self.model.get_parameter(name).copy_(master)
 
@@ -239,7 +240,7 @@ class Trained:
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What parameters of the model are with some values of `tensors`: name -> tensor of its type, on its device."""
+        """The model's parameters for some values of `tensors`: name -> tensor in the parameter's dtype, on its device."""
         merged = {}
         for name in self.masters:
             parameter = self.model.get_parameter(name)
@@ -252,14 +253,14 @@ class Trained:
 
 
 def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Set parameters of a model."""
+    """Set parameters of a model in place."""
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
 
 
 def _names(vlm: VLM, part: str) -> list[str]:
-    """Names of the parameters of a part, adapters apart."""
+    """Names of the parameters of a part, without adapters."""
     spec = vlm.spec
     projector = (*spec.projector, *spec.newlines)
     names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]

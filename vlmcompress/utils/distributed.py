@@ -1,7 +1,7 @@
 """Several processes that do one run together, as `torchrun -m vlmcompress quantize ...` starts them.
 
-Each worker takes a share of the calibration samples, and of the groups of a block or the samples of a training step; sums go to
-all of them, and the first one, rank 0, writes. For a process that is alone each of these functions costs nothing.
+Each worker takes a share of the calibration samples, and of a block's groups or a training step's samples; all workers get
+the sums, and rank 0 writes. In a single process these functions cost nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _formed: list[bool] = []  # not empty once this worker has joined a process group
-_GONE = "another worker of this run ended before its work was done (see its message); run again: it goes on"
+_GONE = "another worker of this run ended early (see its message); run again to resume"
 
 
 class SharedError(UserError):
-    """An error of one worker that ends all of them; the first one reports it."""
+    """An error of one worker that ends all of them; rank 0 reports it."""
 
 
 class NoNumber(UserError):
-    """An environment variable that numbers workers holds something else, so that it is not known which one this is."""
+    """An environment variable with a worker's rank holds no number, so that this worker's rank is unknown."""
 
 
 def rank() -> int:
-    """The number of this worker, from 0; read from the environment, so that it holds before the process group exists."""
+    """This worker's rank, from 0; read from the environment, so that it is valid before the process group exists."""
     return _number("RANK", 0) if _started() > 1 else 0
 
 
 def world_size() -> int:
-    """The number of workers in the process group; 1 where there is none."""
+    """The number of workers in the process group; 1 without one."""
     if _started() == 1:
         return 1
     import torch.distributed as dist
@@ -51,19 +51,19 @@ def is_main() -> bool:
 
 
 def has_formed() -> bool:
-    """Whether this worker has ever been in a process group: an error before that is one of all workers."""
+    """Whether this worker has ever joined a process group; an error before that occurs in all workers."""
     return bool(_formed)
 
 
 @contextmanager
 def process_group(problem: str | None = None) -> Iterator[None]:
-    """Within the context the workers are a process group, each with an accelerator of its own where there are some.
+    """Join the workers into a process group within the context, each with its own accelerator if the machine has any.
 
     Args:
-        problem: an error of this worker that ends all of them, with a `SharedError`; None: none.
+        problem: an error of this worker that ends all workers with a `SharedError`; None: no error.
 
     Raises:
-        UserError: there are more workers on a machine than accelerators, or they do not find each other.
+        UserError: a machine has more workers than accelerators, or the workers cannot connect.
     """
     if _started() == 1 or world_size() > 1:
         raise_any(problem)
@@ -74,13 +74,13 @@ def process_group(problem: str | None = None) -> Iterator[None]:
 
     if torch.accelerator.is_available():
         place, count = _number("LOCAL_RANK", 0), torch.accelerator.device_count()
-        workers = _number("LOCAL_WORLD_SIZE", place + 1)  # torchrun says how many there are on this machine
+        workers = _number("LOCAL_WORLD_SIZE", place + 1)  # torchrun's number of workers on this machine
         if workers > count:  # NCCL refuses two workers on one GPU
             raise UserError(
                 f"there are {workers} workers here and {count} accelerators; start torchrun --nproc-per-node {count}"
             )
         torch.accelerator.set_device_index(place)
-    _try(dist.init_process_group, "the workers of this run do not find each other; start them with torchrun")
+    _try(dist.init_process_group, "the workers of this run cannot connect; start them with torchrun")
     _formed.append(True)
     try:
         raise_any(problem)
@@ -90,17 +90,17 @@ def process_group(problem: str | None = None) -> Iterator[None]:
 
 
 def shard(items: Sequence[T]) -> Sequence[T]:
-    """This worker's share of a list that all workers have: every `world_size`-th item, from `rank` on."""
+    """This worker's share of a list that all workers hold: every `world_size`-th item, starting at `rank`."""
     return items[rank() :: world_size()] if world_size() > 1 else items
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """Sum up a tensor of one shape over all workers, in place."""
+    """Sum a tensor, whose shape is the same in all workers, over all workers, in place."""
     return _reduce(x, "SUM")
 
 
 def all_sum_float(value: float) -> float:
-    """The sum of all workers' numbers, in double precision; the same bits in each of them."""
+    """The sum of all workers' numbers, in double precision; bit-identical in all workers."""
     if world_size() == 1:
         return value
     import torch
@@ -114,7 +114,7 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def merge_dicts(part: dict[Any, Any]) -> dict[Any, Any]:
-    """The entries of all workers' dictionaries."""
+    """The union of all workers' dictionaries."""
     return {key: value for gathered in _gather(part) for key, value in gathered.items()}
 
 
@@ -126,7 +126,7 @@ def raise_any(problem: str | None) -> None:
 
 @contextmanager
 def shared_errors() -> Iterator[None]:
-    """Wait for all workers at the end of the context; a `UserError` that one of them met there is raised in all."""
+    """Wait for all workers at the end of the context; a `UserError` that one of them raised there is raised in all."""
     if world_size() == 1:
         yield
         return
@@ -139,7 +139,7 @@ def shared_errors() -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until all workers have come here."""
+    """Wait until all workers have reached this call."""
     raise_any(None)
 
 
@@ -152,7 +152,7 @@ def _number(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, "")
     if text and not re.fullmatch("[0-9]{1,9}", text):
         raise NoNumber(
-            f"the environment variable {variable} is '{text}', which is no number; start torchrun, or unset it"
+            f"the environment variable {variable} is '{text}', which is not a number; start torchrun, or unset it"
         )
     return int(text or otherwise)
 
@@ -180,7 +180,7 @@ def _reduce(x: Tensor, operation: str) -> Tensor:
 
 
 def _try(act: Callable[[], object], otherwise: str = _GONE) -> None:
-    """Run a collective operation; UserError with the text `otherwise` where the other workers are gone."""
+    """Run a collective operation; raise `UserError` with the text `otherwise` if the other workers have ended."""
     try:
         act()
     except (RuntimeError, ValueError) as error:

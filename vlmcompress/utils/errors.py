@@ -1,4 +1,4 @@
-"""Errors that a user can act on. The CLI prints them as one line and exits with 2; anything else is a defect of ours."""
+"""Errors that a user can act on. The CLI prints them as one line and exits with 2; any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Input that the user has to mend. The message is one line: what was wrong, where, and what to do."""
+    """Input that the user has to correct. The message is one line: what is wrong, where, and what to do."""
 
 
 class BadSample(UserError):
-    """A sample that cannot be used, as the message says, while others can."""
+    """A sample that cannot be used; the message says why. Other samples of the data may be usable."""
 
 
 class GateError(Exception):
@@ -28,7 +28,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.62) -> str | None:
-    """The choice that `name` is most likely meant to be: one that it goes on from (a100-80gb: a100), or one spelled alike."""
+    """The most likely intended choice: a prefix of `name` (a100-80gb: a100) or a similar spelling; None: none is close."""
     alike = [choice for choice in choices if _numbers_agree(name, choice)]
     if begun := [choice for choice in alike if name.startswith(f"{choice}-")]:
         return max(begun, key=len)
@@ -36,7 +36,7 @@ def closest(name: str, choices: Iterable[str], cutoff: float = 0.62) -> str | No
 
 
 def _numbers_agree(name: str, choice: str) -> bool:
-    """Whether each number in `choice` may be one of `name` with digits left out or doubled: int4 is no way to write int8."""
+    """Whether each number in `choice` may be one of `name` with digits omitted or doubled: int4 is not a typo of int8."""
     numbers = re.findall(r"\d+", name)
 
     def within(part: str, whole: str) -> bool:

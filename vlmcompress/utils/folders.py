@@ -1,11 +1,11 @@
-"""Write a folder that is either whole or not there, one run at a time.
+"""Write a folder atomically, so that it is complete or absent, by one run at a time.
 
 It is built in a hidden sibling (`.NAME.vlmcompress-xxxx/tree`, so that the final rename stays on one file system),
-synced, and renamed. Next to `tree` lies `lock`, held locked by the process that writes: a sibling whose `lock` is free
-was left by a killed run and is removed by the next one. When OUT is replaced, the old folder waits in `old` between the
-two renames; a run killed right there leaves OUT absent, and the next run puts `old` back.
+synced, and renamed. Next to `tree` is `lock`, which the writing process holds: a sibling whose `lock` is free was left by
+a killed run, and the next run removes it. When OUT is replaced, the old folder is kept in `old` between the two renames; a
+run killed at that moment leaves OUT absent, and the next run restores `old`.
 
-A run that works towards OUT for long holds `.NAME.lock` from its start, see `work_folder`.
+A long run also holds `.NAME.lock` from its start; see `work_folder`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vlmcompress.utils.text import size
 
 
 class WriteError(UserError):
-    """A file operation that failed while something was written."""
+    """A file operation that failed while an output was written."""
 
 
 def staging_path(out: Path, kind: str) -> Path:
-    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps next to OUT until OUT is whole."""
+    """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps next to OUT until OUT is complete."""
     return out.with_name(f".{out.name}.{kind}")
 
 
 @contextlib.contextmanager
 def parents(out: Path) -> Iterator[None]:
-    """OUT's parent folders within the context; those that were made for it are removed again if they stay empty."""
+    """Create OUT's parent folders for the context; new ones that stay empty are removed at its end."""
     parents = _make_parents(out.absolute().parent)
     try:
         yield
@@ -44,11 +44,11 @@ def parents(out: Path) -> Iterator[None]:
 
 
 def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
-    """Raise for an OUT that could not or must not be written, and clean up after killed runs. Cheap; call it first.
+    """Raise for an OUT that cannot or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
-        mark: name of a file that only our folders have; only such a folder is replaced.
-        look: nothing will be written now, so leave what killed runs left behind.
+        mark: name of a file that identifies our folders; only a folder that contains it is replaced.
+        look: only check, and do not clean up after killed runs.
 
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
@@ -80,9 +80,9 @@ def check_apart(source: Path, out: Path, what: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out` when the block ends; on any error nothing is left of it.
+    """Yield an empty folder that becomes `out` at the end of the context; it is removed on any error.
 
-    Call `check_out` first. An existing `out` is replaced once the new folder is whole and on disk.
+    Call `check_out` first. An existing `out` is replaced once the new folder is complete and on disk.
     """
     with user_errors(out):
         parents = _make_parents(out.absolute().parent)
@@ -109,12 +109,12 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def dump(data: object) -> str:
-    """Render data as the text of a JSON file for people: indented, not escaped, with a line break at the end."""
+    """Data as the text of a JSON file for human readers: indented, non-ASCII unescaped, with a final line break."""
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
 def save_files(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
-    """Write files, given as kind -> (name, content), and return kind -> path. Older ones are replaced once all are written."""
+    """Write files, given as kind -> (name, content), and return kind -> path. Old files are replaced once all are written."""
     folder = Path(folder)
     with user_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def save_files(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]])
 
 @contextlib.contextmanager
 def user_errors(out: Path) -> Iterator[None]:
-    """Turn an `OSError` within the context into a `WriteError` about `out`."""
+    """Convert an `OSError` within the context into a `WriteError` about `out`."""
     try:
         yield
     except OSError as error:
@@ -146,7 +146,7 @@ def user_errors(out: Path) -> Iterator[None]:
 
 
 def check_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
-    """Raise `UserError` where OUT's file system has less than `needed` bytes free; `remedy` ends the message."""
+    """Raise `UserError` if OUT's file system has fewer than `needed` bytes free; `remedy` ends the message."""
     folder = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -154,7 +154,7 @@ def check_space(out: Path, needed: int, remedy: str = "free some or choose anoth
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Link a file under another name, so that nothing is lost or copied; copy it where the file system has no links."""
+    """Hard-link `source` as `target`; copy it where the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -167,7 +167,7 @@ def bytes_within(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder's entries (names) to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,7 +176,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
+    """Sync a file's content to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -193,7 +193,7 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 def _remove_empty(parents: list[Path]) -> None:
-    """Remove nested folders, given outermost first, as far as they are empty."""
+    """Remove nested folders, given outermost first, from the innermost on as long as they are empty."""
     for folder in reversed(parents):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -208,13 +208,13 @@ def _sync_tree(tree: Path) -> None:
 
 
 def _put_back(stage: Path, out: Path) -> None:
-    """Move OUT's old folder back, where a replacement stopped between its two renames."""
+    """Restore OUT's old folder if a replacement stopped between its two renames."""
     if os.path.lexists(stage / "old") and not os.path.lexists(out):
         os.rename(stage / "old", out)
 
 
 def _recover(out: Path) -> None:
-    """Remove what killed runs left next to `out`; an `out` that was moved aside by one of them is put back."""
+    """Remove the files that killed runs left next to `out`, and restore an `out` that one of them had moved aside."""
     parent = out.absolute().parent
     if not parent.is_dir():
         return

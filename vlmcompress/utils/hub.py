@@ -1,13 +1,12 @@
-"""Repositories of the Hugging Face Hub where a folder could stand: `org/name[@revision]`, and for data also `:PATH` in it.
+"""Hugging Face Hub ids in place of folders: `org/name[@revision]`, and for data also `org/name[@revision]:PATH`.
 
-`local` turns such a name into a folder of huggingface_hub's own cache, after fetching what is needed and not there: of a
-model its safetensors files, configuration, tokenizer and processor; of a data set one table or its images. Pickles are
-never fetched, Python code only on request. A path that exists is that path, whatever it looks like. huggingface_hub lists,
-downloads, resumes and caches; here are which files are needed, and what to tell the user.
+`local` maps an id to a folder of huggingface_hub's cache and downloads missing files: of a model its safetensors files,
+configuration, tokenizer and processor; of a data set one table or its images. Pickles are never fetched, Python code only on
+request. An existing path always takes precedence over an id. huggingface_hub lists, downloads, resumes and caches; this module
+selects the files and words the errors.
 
-An id is an explicit wish to fetch it; nothing else may reach out. `offline_except_ids` therefore tells all libraries
-that they are offline, and `local` alone lifts that while it works, unless the user has set HF_HUB_OFFLINE: then the
-cache must do.
+Only an explicit id may cause network access. `offline_except_ids` therefore sets all libraries to offline mode, which
+`local` lifts while it works, unless the user has set HF_HUB_OFFLINE: then only the cache is used.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ _CACHED = re.compile(
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*")
 _NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
-_TIMEOUT = 30.0  # seconds for an answer about a repository
+_TIMEOUT = 30.0  # seconds for a request about a repository
 _offline_by_default = False  # whether OFFLINE is set by `offline_except_ids` and not by the user
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository on the Hub, or a part of one, as an id names it.
+    """A repository on the Hub, or a part of one, parsed from an id.
 
     Attributes:
         id: `org/name`.
@@ -82,8 +81,8 @@ class Chosen:
 
     Attributes:
         files: those to fetch.
-        headers: safetensors files whose headers are enough.
-        path: the file or folder to open once they are there, within the repository.
+        headers: safetensors files of which only the header is needed.
+        path: the file or folder to open afterwards, within the repository.
     """
 
     files: Sequence[str]
@@ -92,7 +91,7 @@ class Chosen:
 
 
 def offline_except_ids() -> None:
-    """Let no library fetch anything by itself, in this process or its children; ids given to `local` still work."""
+    """Set all libraries to offline mode, in this process and its children; ids passed to `local` still work."""
     global _offline_by_default
     if OFFLINE not in os.environ and "TRANSFORMERS_OFFLINE" not in os.environ:
         os.environ[OFFLINE] = "1"
@@ -100,7 +99,7 @@ def offline_except_ids() -> None:
 
 
 def parse_repository(name: str | Path, kind: Kind = "model") -> Repository | None:
-    """The repository that a name means; None for a path: one that exists, or that cannot be an id."""
+    """The repository of an id; None for an existing path or a name that cannot be an id."""
     text = os.fspath(name)
     match = _ID.fullmatch(text)
     if match is None or os.path.lexists(text) or (kind == "model" and match["part"]):
@@ -119,14 +118,14 @@ def local(
     splits: Sequence[str] = TRAIN,
     whole: str | None = None,
 ) -> Path:
-    """The folder or file that a name stands for; what an id names is fetched first, as far as the cache lacks it.
+    """The local path of a model or data set; files of an id that are missing in the cache are downloaded first.
 
     Args:
-        name: a path, or `org/name[@revision]`; of data also `org/name[@revision]:PATH`.
-        weights: "values": with weight files; "none": without them; "headers": files that hold true headers and no values
-            may stand in for them, in a folder that this process removes when it ends.
-        code: fetch a model's Python files, too.
-        splits: names of splits; of data in several tables the one is taken whose name begins with the first split found.
+        name: a path, or `org/name[@revision]`; for data also `org/name[@revision]:PATH`.
+        weights: "values": with weight files; "none": without them; "headers": possibly with placeholder files that have the
+            true headers but no values, in a folder that is removed when this process ends.
+        code: also fetch a model's Python files.
+        splits: names of splits, the preferred one first; of several tables, the first whose name begins with one is read.
         whole: name of a split; the result is then the folder with all its tables, as `accuracy.local_data` reads it.
 
     Raises:
@@ -152,7 +151,7 @@ def local(
 
 
 def identity(path: str | Path) -> dict[str, str] | None:
-    """`{"source": "org/name", "revision": commit}` of a path in the Hub's cache, with what it is in there; else None."""
+    """`{"source": "org/name[:PATH]", "revision": commit}` of a path in the Hub's cache; None for other paths."""
     match = _CACHED.search(os.path.abspath(path))
     if match is None:
         return None
@@ -161,7 +160,7 @@ def identity(path: str | Path) -> dict[str, str] | None:
 
 
 def display_path(path: str | Path) -> str:
-    """A path as people and commands know it: `org/name@commit` for one in the Hub's cache."""
+    """A path as users write it: `org/name@commit` for one in the Hub's cache."""
     cached = identity(path)
     if cached is None:
         return str(path)
@@ -170,7 +169,7 @@ def display_path(path: str | Path) -> str:
 
 
 def source_facts(path: str | Path) -> dict[str, str]:
-    """Facts about a source for the manifest: its id and commit, or the last part of its path; nothing of this machine."""
+    """Facts about a source for the manifest: its id and commit, or only the last part of its path."""
     return identity(path) or {"source": Path(path).resolve().name}
 
 
@@ -195,7 +194,7 @@ def online() -> Iterator[None]:
 
 
 def http_library() -> Any:
-    """The library by which huggingface_hub sends requests, and whose errors it passes on: httpx, from 2.0 on httpx2."""
+    """The HTTP library of huggingface_hub, whose errors it raises: httpx, or httpx2 from 2.0 on."""
     from huggingface_hub.utils import httpx
 
     return httpx
@@ -236,7 +235,7 @@ def _model_files(
 
 
 def _data_files(repository: Repository, splits: Sequence[str], within: Sequence[str], names: Collection[str]) -> Chosen:
-    """The files of a data set that `models.data.sources` reads: a saved data set, one table with its images, or the images."""
+    """The files of a data set for `models.data.sources`: a saved data set, one table with its images, or images alone."""
     part = repository.part or "."
     saved = [name for name in within if PurePosixPath(name).name == "dataset_info.json"]
     if saved and any(name.endswith(".arrow") for name in within):
@@ -255,7 +254,7 @@ def _data_files(repository: Repository, splits: Sequence[str], within: Sequence[
 
 
 def _one_table(repository: Repository, splits: Sequence[str], names: Sequence[str]) -> str:
-    """The one table to read: that of the first split which there is; of a table in several files the first, to train with."""
+    """The file of the table to read: of the first existing split; for training, the first file of a table in several files."""
     tables: dict[str, list[str]] = {}  # name without the number of a file -> its files
     for name in names:
         tables.setdefault(re.sub(r"-\d{5}-of-\d{5}", "", name), []).append(name)
@@ -268,15 +267,15 @@ def _one_table(repository: Repository, splits: Sequence[str], names: Sequence[st
         raise UserError(f"{several}; name one, like {here}:{firsts[0]}")
     files = files or next(iter(tables.values()))
     if len(files) > 1 and tuple(splits) != TRAIN:
-        one_table = f"{repository.what}: {_some(files)} are one table in {len(files)} files"
+        one_table = f"{repository.what} has one table in {len(files)} files ({_some(files)})"
         raise UserError(f"{one_table}; name one, like {here}:{files[0]}")
     if len(files) > 1:
-        note(f"{repository.what} has {len(files)} files like {files[0]}; this first one is used")
+        note(f"{repository.what} has {len(files)} files like {files[0]}; only this first one is used")
     return files[0]
 
 
 def _split_files(repository: Repository, split: str, within: Sequence[str]) -> Chosen:
-    """All tables of one split of a data set, as `accuracy.local_data` reads them, and the images next to them."""
+    """All tables of one split of a data set for `accuracy.local_data`, and the images next to them."""
     for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
         if tables := [name for name in within if fnmatch(PurePosixPath(name).name, pattern)]:
             images = [] if pattern.endswith(".parquet") else [name for name in within if _suffix(name) in IMAGES]
@@ -294,15 +293,15 @@ def _suffix(name: str) -> str:
 
 
 def _some(names: Collection[str]) -> str:
-    """The first few of many names."""
+    """The first four names, and the number of the others, as text."""
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[str], str]], Chosen]) -> Path:
-    """Fetch the chosen files, as far as the cache lacks them, and return the path to open.
+    """Fetch the files that `choose` selects and the cache does not have, and return the path to open.
 
     Args:
-        choose: a choice among the names of a repository's files; its second argument gives the text of a file.
+        choose: selects files from the names in the repository; its second argument reads the text of a file.
     """
     from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
@@ -315,7 +314,7 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
             super().__init__(*args, **settings | {"disable": None})
 
     unreachable: Exception | None = None
-    files_alone = False  # whether all that is known of the repository is which files the cache has
+    files_alone = False  # whether only the cached files of the repository are known
     try:
         info: Any = HfApi().repo_info(**repository.where, files_metadata=True, timeout=_TIMEOUT)
         commit, sizes = str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -328,7 +327,7 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
         commit = folder.name
         try:
             sizes = {file.path: file.size for file in get_cached_repo_tree(**repository.where)}
-        except CachedRepoTreeNotFoundError:  # what fetched single files made no list of the others
+        except CachedRepoTreeNotFoundError:  # the cache was filled file by file, without a list of all files
             files_alone = True
             sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     here = repository.where | {"revision": commit}
@@ -352,23 +351,25 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
         note(
             f"fetching {repository.what} at {commit[:12]}: {len(missing)} file{'s' if len(missing) > 1 else ''}, {total}"
         )
-    # by the name of the branch, not the commit, so that the cache can tell what the branch is when offline
+    # by branch, not by commit, so that the cache can resolve the branch when offline
     patterns = [glob.escape(name) for name in chosen.files]
     folder = Path(snapshot_download(**repository.where, allow_patterns=patterns, tqdm_class=Bar))
     return _with_headers(repository, folder, chosen) if headers else folder / chosen.path
 
 
 def _with_headers(repository: Repository, folder: Path, chosen: Chosen) -> Path:
-    """A temporary folder with links to the fetched files, and weight files of true headers and lengths without values.
+    """A temporary folder with links to the fetched files and sparse weight files that have true headers and lengths only.
 
-    `HfApi.parse_safetensors_file_metadata` would give names and shapes, and not the header's bytes, by which a checkpoint is
-    identified (`identity.source_identity`).
+    `HfApi.parse_safetensors_file_metadata` returns names and shapes, but not the header's bytes, which identify a checkpoint
+    (`identity.source_identity`).
     """
     from huggingface_hub import HfFileSystem
 
     base = Path(tempfile.mkdtemp(prefix="vlmcompress-headers-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    copy = base / folder.parent.parent.name / folder.parent.name / folder.name  # `identity` reads id and commit off it
+    copy = (
+        base / folder.parent.parent.name / folder.parent.name / folder.name
+    )  # `identity` parses id and commit from it
     for name in chosen.files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).symlink_to((folder / name).resolve())
@@ -388,7 +389,7 @@ def _with_headers(repository: Repository, folder: Path, chosen: Chosen) -> Path:
 
 
 def _explained(repository: Repository, error: Exception) -> str:
-    """The message for a failed download: in one line what went wrong and what to do."""
+    """The one-line message for a failed download: the cause and the remedy."""
     from huggingface_hub import constants, errors
 
     what, host, dataset = repository.what, constants.ENDPOINT, repository.kind == "dataset"
@@ -402,11 +403,11 @@ def _explained(repository: Repository, error: Exception) -> str:
         return f"{what} has no revision '{repository.revision}' at {host}; name one of its branches or tags"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
         return (
-            f"{what} is no path here, and {host} does not have it or keeps it private; check the name, or log in "
+            f"{what} is not a local path, and {host} does not have it or keeps it private; check the name, or log in "
             f"(hf auth login) and {by_hand}"
         )
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError | http_library().TransportError):
         reason = f"{OFFLINE} is set" if constants.HF_HUB_OFFLINE else f"{host} cannot be reached"
-        return f"{what} is no path here and not whole in the cache, and {reason}; {by_hand}"
+        return f"{what} is not a local path and not completely cached, and {reason}; {by_hand}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    return f"{what} could not be fetched ({first}); run it again (files that arrived are kept), or {by_hand}"
+    return f"{what} could not be fetched ({first}); run again (complete files are kept), or {by_hand}"

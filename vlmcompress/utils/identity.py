@@ -1,13 +1,13 @@
-"""Names, versions and hashes that say which software, model and files a result depends on.
+"""Names, versions and hashes that identify the software, model and files a result depends on.
 
-"The same files" has two strengths:
+"The same files" is checked in two ways:
 
-* `unchanged`: names, sizes and times. Free; nobody has written to the files on this machine. For what is quick to make anew:
-  answers of an evaluation, blocks of an interrupted `quantize`, a rotated copy.
-* `content_hash`: SHA-256 of all bytes, each file read once in a process. For runs that take much longer than reading the model
-  once, and between machines.
+* `unchanged`: names, sizes and times. Free, and valid on one machine. For results that are quick to compute again: answers of
+  an evaluation, blocks of an interrupted `quantize`, a rotated copy.
+* `content_hash`: SHA-256 of all bytes, each file read once per process. For runs that take much longer than reading the model,
+  and between machines.
 
-`source_identity` is neither: it names a model in what is written, and tells one from another by config and shapes alone.
+`source_identity` is neither: it identifies a model in written files, by config and shapes alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compresse
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that can change a result; absent ones are left out."""
+    """Installed versions of the packages that can change a result; packages that are not installed are left out."""
     return dict(_installed())
 
 
@@ -61,7 +61,7 @@ def image_digest(image: Image) -> bytes:
 
 
 def source_identity(source: Path) -> dict:
-    """Name (on the Hub: id and commit) of the original, hashes of its config and of its headers (names, shapes, places)."""
+    """Name (on the Hub: id and commit) of the original, hashes of its config and of its headers (names, shapes, offsets)."""
     headers = hashlib.sha256()
     for file in _weights(source):
         with file.open("rb") as stream:
@@ -93,22 +93,21 @@ def _sha256_of(path: Path, *_stat: int) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a folder that a model's answers depend on, sorted by name; not reports."""
+    """The files in a folder that affect the model's answers, sorted by name; reports are left out."""
     configs = [path for path in folder.glob("*config.json") if path.name != ADAPTER_CONFIG]
     return sorted({*_weights(folder), *configs, *(folder / place for place in processing_files(folder))})
 
 
 def unchanged(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of last change of each file: equal as long as nobody writes to them."""
+    """Name, size and modification time of each file; equal as long as nobody writes to them."""
     stats = [(path.name, path.stat()) for path in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def content_hash(files: Sequence[Path], recorded: Mapping[str, str] | None = None) -> str:
-    """SHA-256 of the names and all bytes of files, in the order given.
+    """SHA-256 of the names and all bytes of `files`, in this order.
 
-    A file that was not written to since is not read again in this process. `recorded`: hashes of files by name, which are not
-    read at all.
+    An unchanged file is read only once per process. `recorded`: name -> known hash of files that are not read at all.
     """
     hashes = dict(recorded or {})
     for path in files:

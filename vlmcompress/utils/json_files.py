@@ -1,5 +1,5 @@
-"""Read files and JSON, refusing what no reader of ours could use: `Unreadable` is a `ValueError` whose short text says what is
-wrong; the caller adds which file it is and what to do."""
+"""Read files and JSON with limits. `Unreadable` is a `ValueError` with a short reason, to which the caller adds the file's name
+and the remedy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LARGEST = 2 << 30
-"""The most bytes of a file that is read at once: data sets as JSON lines, and reports with pictures, may be large."""
+"""Maximum bytes of a file that is read at once; data sets as JSON lines and reports with pictures may be large."""
 
 
 class Unreadable(ValueError):
-    """Raised for a file or text that is refused. The message says why, in a few words without the file's name."""
+    """A file or text that is refused. The message is a short reason without the file's name."""
 
 
 def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
-    """The content of a regular file of at most `largest` bytes. Raises `Unreadable` for another one, and OSError."""
+    """The content of a regular file. Raises OSError, and `Unreadable` for other kinds or more than `largest` bytes."""
     if "\0" in str(path):
         raise Unreadable("its name holds a NUL character")
     status = Path(path).stat()
@@ -30,7 +30,7 @@ def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
-    """The text of a file, as `read_bytes` reads it. `UnicodeDecodeError`, a ValueError, where it is none."""
+    """The text of a file. Raises as `read_bytes`, and `UnicodeDecodeError` (a ValueError) for a wrong encoding."""
     return read_bytes(path).decode(encoding)
 
 
@@ -46,7 +46,7 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         finite: refuse NaN and Infinity.
 
     Raises:
-        ValueError: not JSON, nested too deeply, or with a key twice in an object: readers differ in which value they take.
+        ValueError: not JSON, nested too deeply, or an object with a duplicate key, of which readers take different values.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_constant if finite else None)
@@ -63,4 +63,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> NoReturn:
-    raise Unreadable(f"it holds {name}, which is no number")
+    raise Unreadable(f"it holds {name}, which is not a number")

@@ -1,7 +1,7 @@
 """A lock file that one process at a time holds, with the id of that process in it.
 
-The lock is `filelock`'s: the kernel's (flock), so it ends with its process, however that ends. The file is removed on release;
-one that a killed process left is taken over.
+`filelock` uses the kernel's lock (flock), which ends with its process in any case. The file is removed on release; one left by
+a killed process is taken over.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock file `path` within the context.
 
     Args:
-        what: what its holder does, for the message: `writing OUT`.
-        wait: wait until it is free.
+        what: the holder's activity, for the message: `writing OUT`.
+        wait: wait until the lock is free.
 
     Raises:
-        UserError: another process, or another run of this one, holds it.
-        OSError: the file cannot be made, or its file system has no locks.
+        UserError: another process, or another run in this one, holds the lock.
+        OSError: the file cannot be created, or its file system does not support locks.
     """
     lock = FileLock(path)
     try:
@@ -35,7 +35,7 @@ def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     except Timeout:
         owner, where = _owner(path), ""
         if " on " in owner:  # a lock of another host's process may outlive it
-            where = f" (if it is gone, remove {path})"
+            where = f" (if it has ended, remove {path})"
         raise UserError(
             f"another run, {owner}, is {what} now; wait for it, end it{where}, or choose another output"
         ) from None
@@ -46,12 +46,12 @@ def held(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # before the release: whoever waits sees that its open file has no name any more
+            path.unlink()  # before the release: waiting processes see that their open file was unlinked
         lock.release()
 
 
 def _owner(path: Path) -> str:
-    """The process in the lock file, in words, with its host where that is another one."""
+    """A description of the process in the lock file, with its host if that is another one."""
     try:
         pid, host = path.read_text().split()[:2]
     except (OSError, ValueError):

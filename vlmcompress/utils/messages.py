@@ -16,15 +16,15 @@ _UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links
 
 
 def shortened(text: str, longest: int = 2000) -> str:
-    """Cut the middle out of a text of more than `longest` characters, so that an error that quotes input stays a line."""
+    """Cut the middle out of a text of more than `longest` characters, so that an error that quotes input stays short."""
     half = longest // 2 - 20
     return text if len(text) <= longest else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
 
 
 def error_text(error: BaseException, longest: int = 300) -> str:
-    """The first line of an error's text, and the next ones as long as a line ends in a colon; its type if it has no text.
+    """The first line of an error's text, with further lines while a line ends in a colon; its type if it has no text.
 
-    Of more than `longest` characters the sentences that fit are left, or, where not even one does, the words.
+    A text of more than `longest` characters is cut after the last sentence that fits, or else after the last word.
     """
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     count = next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
@@ -37,13 +37,13 @@ def error_text(error: BaseException, longest: int = 300) -> str:
 
 @contextlib.contextmanager
 def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
-    """Make one line of whatever other people's code (a tokenizer, a processor, a template) raises in the context.
+    """Convert any exception of third-party code (a tokenizer, a processor, a template) in the context into a `UserError`.
 
     Args:
-        what, remedy: the line before and after the reason, which stands in brackets.
+        what, remedy: the message before and after the reason, which is in brackets.
         kind: the class of the error.
 
-    Panics of Rust, in which tokenizers are written, are no `Exception`. A lack of memory is no fault of the input's.
+    This includes Rust panics (of tokenizers), which are not an `Exception`; running out of memory is passed through.
     """
     try:
         yield
@@ -57,10 +57,10 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
 
 
 def path_problem(error: BaseException) -> str | None:
-    """The message for an error about a path that no file can have (too long, a loop of links, a NUL, no UTF-8) or about input
-    without an end; None for others.
+    """The message for an error about an impossible path (too long, a loop of links, a NUL, not UTF-8) or about input that is
+    nested too deeply; None for other errors.
 
-    Such errors are raised wherever a path is first used, in pathlib or in a library, so they are told apart here and once.
+    Such errors are raised wherever a path is first used, in pathlib or in a library, so they are recognized in this one place.
     """
     if isinstance(error, OSError) and error.errno in _UNUSABLE:
         return f"cannot use {_quoted(error.filename)}: {_UNUSABLE[error.errno]}; give another one"
@@ -82,14 +82,14 @@ def _quoted(name: object) -> str:
 
 
 def note(line: str) -> None:
-    """Print a note on stderr; of several workers the first one does."""
+    """Print a note on stderr; of several workers, only rank 0 prints."""
     if distributed.is_main():
         print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, of a plan or of `doctor`: its name, whether it passed, and in `detail` the reason."""
+    """The result of one check of a plan or of `doctor`: its `name`, whether it is `ok`, and the reason in `detail`."""
 
     name: str
     ok: bool

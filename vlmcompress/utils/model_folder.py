@@ -1,11 +1,11 @@
-"""What a model's folder holds: which files are its weights, and which others belong to it.
+"""Which files in a folder are a model's weights, and which other files belong to the model.
 
-Readers look for weights in different ways: transformers 5.17 takes `model.safetensors` before an index, vLLM the files of the
-index and, without one, every safetensors file; both read what a trainer left there. So the files are chosen here, once, for
-all that read or load a model, and a folder of which two readers would make two models is refused.
+Readers look for weights in different ways: transformers 5.17 prefers `model.safetensors` to an index; vLLM reads the files of
+the index or, without one, every safetensors file, including those that a trainer left there. So this module alone chooses the
+files for all code that reads or loads a model, and it refuses a folder that two readers would load as different models.
 
-Of the other files those belong to a model that some reader of checkpoints asks for. What a training run leaves next to them
-(states of optimizers, logs, earlier checkpoints) is no part of it and is not carried on.
+Of the other files, those that some reader of checkpoints opens belong to the model. Leftovers of a training run (optimizer
+states, logs, earlier checkpoints) do not, and are not copied.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PROCESSING = {
     "processor": ("*processor_config.json",),
     "chat template": ("*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 }
-"""Files that make model inputs of text and images: what they describe -> patterns of their names."""
+"""Files that define how text and images become model inputs: kind -> patterns of names."""
 _OTHERS = (
     *("generation_config.json", "README*", "LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*", "*.md"),
-    *("vision_attention_scales.json", "reducer/*"),  # what a checkpoint of ours carries
+    *("vision_attention_scales.json", "reducer/*"),  # of our checkpoints
 )
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where formats keep their config besides config.json; a folder has those of its own format only."""
-_WRITTEN_ANEW = ("vlmcompress.json", "serve")  # made anew for each checkpoint of ours
+"""Config files of formats besides config.json; a folder has only those of its own format."""
+_WRITTEN_ANEW = ("vlmcompress.json", "serve")  # written anew for each of our checkpoints
 
 
 _Object = dict[str, Any] | None
@@ -57,18 +57,18 @@ class _Part(TypedDict, total=False):
 
 
 class Config(_Part, total=False):
-    """A config.json: the parts that are looked into before transformers, or an engine, reads all of it."""
+    """The fields of config.json that are read before transformers or an engine reads all of it."""
 
     text_config: _Part | None
     vision_config: _Part | None
 
 
 def weight_names(names: Collection[str], indexed: Collection[str] | None, where: str | Path) -> list[str]:
-    """The names of the files that hold a model's weights, whether or not all are there; empty where there are none.
+    """The names of a model's weight files, whether or not all exist; empty if there are none.
 
     Args:
         names: the files in the model's folder.
-        indexed: the files that its index names; None: it has no index.
+        indexed: the files in its index; None: it has no index.
         where: the folder, for messages.
 
     Raises:
@@ -78,10 +78,10 @@ def weight_names(names: Collection[str], indexed: Collection[str] | None, where:
         if SINGLE not in names or SINGLE in indexed:
             return sorted(indexed)
         if not any(name in names for name in indexed):
-            raise UserError(f"{where}: {INDEX} names files that are not there, and {SINGLE} is; remove {INDEX}")
+            raise UserError(f"{where}: {INDEX} names missing files, and {SINGLE} exists; remove {INDEX}")
         raise UserError(
             f"{where} holds two sets of weights: {SINGLE}, which transformers reads, and the {len(set(indexed))} files of "
-            f"{INDEX}, which vLLM reads; move away the one that is not meant, {SINGLE} or {INDEX} with its files"
+            f"{INDEX}, which vLLM reads; move away the wrong one, {SINGLE} or {INDEX} with its files"
         )
     if SINGLE in names:
         return [SINGLE]
@@ -92,7 +92,7 @@ def weight_names(names: Collection[str], indexed: Collection[str] | None, where:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the weights of the model in a folder, in order, as `weight_names` chooses them."""
+    """The weight files of the model in a folder, in order, as `weight_names` chooses them."""
     index, names = folder / INDEX, {path.name for path in folder.glob("*")}
     indexed = set(weight_map(index).values()) if index.is_file() else None
     return [folder / name for name in weight_names(names, indexed, folder)]
@@ -100,8 +100,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def servable_folder(folder: Path) -> Iterator[Path]:
-    """The folder, or within the context one of links to its files but for those that vLLM would take for weights of the model:
-    without an index it reads every safetensors file, also an adapter's."""
+    """Yield the folder, or a temporary folder of links without safetensors files that are not the model's weights: without an
+    index, vLLM reads every safetensors file, also an adapter's."""
     others = {path.name for path in folder.glob("*.safetensors")} - {path.name for path in weight_files(folder)}
     if not others or (folder / INDEX).is_file():
         yield folder
@@ -114,7 +114,7 @@ def servable_folder(folder: Path) -> Iterator[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Name of a tensor -> name of the file that holds it, of an index. Raises `UserError` for one that can't be read."""
+    """Tensor name -> file name, from an index. Raises `UserError` if it can't be read or is invalid."""
     try:
         content = json_files.read(index)
     except (OSError, ValueError) as error:
@@ -151,39 +151,39 @@ def check_written(path: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has files of a model's weights, whole or not; those of an adapter do not count."""
+    """Whether a folder has a model's weight files, complete or not; an adapter's do not count."""
     if not folder.is_dir():
         return False
     return (folder / INDEX).is_file() or any(path.name != ADAPTER_WEIGHTS for path in folder.glob("*.safetensors"))
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter and no model; a config.json alone is none."""
+    """Whether a folder has an adapter and no model (a config.json alone is not a model)."""
     return (folder / ADAPTER_CONFIG).is_file() and not ((folder / "config.json").is_file() and has_weights(folder))
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """The files of an adapter's folder that decide what becomes of its base: its own, and those that make model inputs."""
+    """The files in an adapter's folder that change its base: the adapter's own, and those of tokenizer and processor."""
     return [folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)] + [
         folder / place for place in processing_files(folder)
     ]
 
 
 def adapter_left(folder: Path) -> bool:
-    """Whether the files of an adapter lie next to a model."""
+    """Whether an adapter's files are next to a model."""
     has_adapter = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     return has_adapter and (folder / "config.json").is_file() and has_weights(folder)
 
 
 def processing_files(folder: Path, kind: str | None = None) -> list[Path]:
-    """The files in a folder that make model inputs, relative to it, in order; `kind`: of this key of `PROCESSING` alone."""
+    """The tokenizer and processor files in a folder, as sorted relative paths; `kind`: only of this key of `PROCESSING`."""
     patterns = PROCESSING[kind] if kind else tuple(itertools.chain(*PROCESSING.values()))
     return [place for place in _visible(folder) if _matches(place, patterns)]
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files that belong to the model in a folder besides config.json and weights, relative to it, in order: what makes its
-    inputs, generation settings, card and licence, and Python code where a config refers to it (`auto_map`)."""
+    """The files of the model in a folder besides config.json and weights, as sorted relative paths: tokenizer and processor,
+    generation settings, card and licence, and Python code if a config refers to it (`auto_map`)."""
     kept = [*processing_files(folder), *(place for place in _visible(folder) if _matches(place, _OTHERS))]
     code = [place for place in _visible(folder) if _matches(place, ("*.py",))]
     if code and any(_refers_to_code(folder / place) for place in (Path("config.json"), *kept)):
@@ -198,20 +198,20 @@ def belongs(place: Path) -> bool:
 
 
 def unrelated_files(folder: Path) -> list[str]:
-    """Names of files and folders that are no weights, no config, no adapter's and not among the `companions`, in order."""
+    """Sorted names of files and folders other than weights, config, adapter files and `companions`."""
     kept = {place.parts[0] for place in companions(folder)} | {path.name for path in weight_files(folder)}
     kept |= {"config.json", INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *CONFIG_FILES, *_WRITTEN_ANEW}
     return sorted({place.parts[0] for place in _visible(folder)} - kept)
 
 
 def _visible(folder: Path) -> list[Path]:
-    """The files in a folder and its subfolders, relative to it, in order; those that are hidden do not count."""
+    """The files in a folder and its subfolders that are not hidden, as sorted relative paths."""
     places = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return sorted(place for place in places if not any(part.startswith(".") for part in place.parts))
 
 
 def _matches(place: Path, patterns: Collection[str]) -> bool:
-    """Whether a file is of a kind, whatever the case of its name; patterns without `/` are of files at the top."""
+    """Whether a file matches a pattern, ignoring case; patterns without `/` match only at the top level."""
     name = place.as_posix()
     return any(
         fnmatchcase(name.lower(), pattern.lower()) and name.count("/") == pattern.count("/") for pattern in patterns
@@ -224,5 +224,5 @@ def _refers_to_code(file: Path) -> bool:
     try:
         content = json_files.read(file)
     except (OSError, ValueError):
-        return False  # whoever needs it says so
+        return False  # the reader that needs the file reports it
     return isinstance(content, Mapping) and bool(content.get("auto_map"))

@@ -1,10 +1,10 @@
-"""Progress of long work: the callback that receives it, a bar on stderr, and where the time goes, in seconds by phase.
+"""Progress of long runs: the type of progress callbacks, a bar on stderr, and seconds by phase.
 
-    with timed_phases() as seconds:      # seconds fills while the run goes on
+    with timed_phases() as seconds:      # filled while the run goes on
         with phase("observing"):
             ...
 
-A phase within a phase counts as its own and not as the outer one's. Outside `timed_phases` a phase measures nothing.
+The time of a nested phase is not counted in the outer one. Outside `timed_phases` a phase measures nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Progress = Callable[[str, int, int], None]
 """A callback for progress, called with (label, done, total)."""
 
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
-_within: ContextVar[list[float] | None] = ContextVar("within", default=None)  # seconds of phases within the present one
+_within: ContextVar[list[float] | None] = ContextVar(
+    "within", default=None
+)  # seconds of phases nested in the current one
 
 
 def silent(_label: str, _done: int, _total: int) -> None:
@@ -32,13 +34,13 @@ def silent(_label: str, _done: int, _total: int) -> None:
 
 
 class ProgressBar:
-    """tqdm's bar on stderr; where that is no terminal, a line every half minute instead.
+    """tqdm's bar on stderr; a line every half minute where that is not a terminal.
 
-    Call it with (label, done, total). The rate counts from the second report of a label with a new `done` on: until the first
-    step is done much is made ready, and what a resumed run had done took no time.
+    Call it with (label, done, total). The rate is measured from the first completed step on, as preparation precedes that step
+    and the steps of a resumed run took no time.
 
     Args:
-        clock: gives seconds, counted from anywhere; of the lines.
+        clock: returns seconds from any origin; used for the lines.
     """
 
     LINES = 30.0  # seconds between two lines
@@ -49,7 +51,7 @@ class ProgressBar:
         self._terminal = sys.stderr.isatty()
         self._clock, self._last_line = clock, clock()
         self._label, self._start, self._done = "", 0.0, 0
-        self._first_step: tuple[float, int] | None = None  # when it was done, and what was done then
+        self._first_step: tuple[float, int] | None = None  # its time, and `done` at that time
         self._bar: Any = None
 
     def __call__(self, label: str, done: int, total: int) -> None:
@@ -87,7 +89,7 @@ class ProgressBar:
     def close(self) -> None:
         """End the line of the current bar."""
         if self._bar is not None:
-            # tqdm leaves the line as it is where nothing was drawn since the start, which the first step put off
+            # tqdm does not end the line if nothing was drawn since the start, which the first step reset
             self._bar.start_t = min(self._bar.start_t, self._bar.last_print_t)
             self._bar.close()
         self._bar, self._label = None, ""
@@ -105,7 +107,7 @@ def timed_phases() -> Iterator[dict[str, float]]:
     """Measure the phases in the context: name -> seconds, in the order in which they first ended."""
     seconds = _seconds.get()
     if seconds is not None:
-        yield seconds  # a run within a run
+        yield seconds  # nested: the outer context measures
         return
     token = _seconds.set(seconds := {})
     try:
@@ -115,14 +117,14 @@ def timed_phases() -> Iterator[dict[str, float]]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Seconds of each phase that has ended, to the millisecond, the longest first."""
+    """Seconds of each finished phase, rounded to milliseconds, the longest first."""
     seconds = _seconds.get() or {}
     return {name: round(seconds[name], 3) for name in sorted(seconds, key=lambda name: -seconds[name])}
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the time in the context as of phase `name`."""
+    """Add the time in the context to the phase `name`."""
     seconds, outer = _seconds.get(), _within.get()
     if seconds is None:
         yield

@@ -1,9 +1,9 @@
 """Plug folders: a file's name is its recipe name.
 
-A family of plug-ins is a package folder (`vlmcompress.quantization.schemes`, ...). Each module in it whose name has no leading
-underscore is one entry, under its file name with `_` written as `-`. Third parties join through entry points of the
-group with the package's name; a name that exists already is an error, never a silent override. An entry may declare other
-names, in lower case, that users know it by: `ALIASES = ("w4a16",)`, a literal.
+Each module of such a package (`vlmcompress.quantization.schemes`, ...) whose name has no leading underscore is one entry,
+named like its file with `-` for `_`. Third parties add entries by entry points of the group with the package's name; a
+duplicate name is an error, never a silent override. An entry may declare aliases, in lower case, as a literal:
+`ALIASES = ("w4a16",)`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Registry:
 
     Args:
         package: dotted name of the folder, e.g. `vlmcompress.quantization.schemes`; also the entry-point group.
-        noun: what one entry is called in messages, e.g. `scheme`.
-        table: entries by name, where `package` is one module that holds them instead of a folder of modules.
+        noun: word for an entry in messages, e.g. `scheme`.
+        table: entries by name, if `package` is one module that holds all of them instead of a folder of modules.
     """
 
     def __init__(self, package: str, noun: str, table: Mapping[str, Any] | None = None):
@@ -62,7 +62,7 @@ class Registry:
         return name in self._modules
 
     def name(self, text: str) -> str:
-        """The name of the entry that `text` stands for, in any case, with `_` for `-`, or as an alias; else `text` itself."""
+        """The name of the entry that `text` denotes: in any case, with `_` for `-`, or by an alias; else `text` itself."""
         if text in self._modules:
             return text
         plain = text.strip().lower().replace("_", "-")
@@ -77,8 +77,8 @@ class Registry:
         return {alias: name for name in self._modules for alias in self.aliases(name)}
 
     def get(self, name: str) -> Any:
-        """The row or the module of `name`; what a module has, the folder's docstring says. Raises `UserError` with the closest
-        name when there is none."""
+        """The module (or table row) of `name`; its contract is in the folder's docstring. Raises `UserError` with the closest
+        name if there is none."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
         return self.table[name] if name in self.table else importlib.import_module(self._modules[name])
@@ -91,7 +91,7 @@ class Registry:
         return paragraph.partition(". ")[0].rstrip(".")
 
     def constant(self, name: str, constant: str) -> Any:
-        """The value of a literal that an entry's module defines, read without importing it; None where it defines none."""
+        """The value of a literal in an entry's module, read without importing it; None if the module does not define it."""
         tree = self._tree(name)
         if tree is None:
             return getattr(self.get(name), constant, None)
@@ -105,7 +105,7 @@ class Registry:
         return None
 
     def _tree(self, name: str) -> ast.Module | None:
-        """The syntax tree of an entry of the package's own; None for one that joined through an entry point."""
+        """The syntax tree of one of the package's own modules; None for an entry point."""
         package, _, module = self._modules[name].rpartition(".")
         return _parsed(self._folder / f"{module}.py") if package == self.package else None
 
@@ -115,7 +115,7 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-# Every plug folder's entries, declared here once: the folders themselves import torch, and what lists or checks names must not.
+# The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.
 SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
 REDUCERS = Registry("vlmcompress.reduction.methods", "reducer")
 FORMATS = Registry("vlmcompress.export.formats", "format")

@@ -1,6 +1,6 @@
-"""Check what a file says against the type that it should have: a TypedDict, a dataclass, or any annotation of pydantic's.
+"""Check a file's content against a type: a TypedDict, a dataclass, or any annotation that pydantic supports.
 
-A type names what is read of a file; further keys may be there, as other versions write more.
+A type lists the keys that are read; further keys are allowed, as other versions may write more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LogProbability = Annotated[float, Field(le=1)]  # above 0 by rounding alone
+LogProbability = Annotated[float, Field(le=1)]  # above 0 only by rounding
 Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
@@ -36,10 +36,10 @@ def check_value(kind: Any, data: Any, where: str, remedy: str) -> None:
     """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
 
     Args:
-        where, remedy: what the message begins and ends with: the file, and what to do.
+        where, remedy: beginning and end of the message: the file, and what to do.
 
     Raises:
-        UserError: it is no such value; the message says where it first differs.
+        UserError: the value has another type; the message names the first difference.
     """
     try:
         _adapter(kind).validate_json(json.dumps(data), strict=True)
@@ -48,14 +48,14 @@ def check_value(kind: Any, data: Any, where: str, remedy: str) -> None:
 
 
 def read_checked(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
-    """The JSON value in `path`, once it is found to be one of `kind`; all its keys.
+    """The JSON value in `path`, checked to be of type `kind`; keys that `kind` does not list are kept.
 
     Args:
         remedy: the end of the message.
-        version: what `schema_version` has to be; None: there is none.
+        version: the required `schema_version`; None: not checked.
 
     Raises:
-        UserError: it cannot be read, is of another version, or not of `kind`.
+        UserError: the file cannot be read, or is of another version or type.
     """
     try:
         content = json_files.read(path)
@@ -71,7 +71,7 @@ def read_checked(kind: Any, path: Path, remedy: str, version: int | None = None)
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong, like `size.weights_after should be a valid integer`."""
+    """The first problem as text, like `size.weights_after should be a valid integer`."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "content"
     if first["type"] in ("missing", "extra_forbidden"):

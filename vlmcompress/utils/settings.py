@@ -1,4 +1,4 @@
-"""Settings that are not checked yet: where they are read, and how those of several places are merged into one."""
+"""Unchecked settings: finding recipe files, reading `--set`, and merging the settings of several places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmcompress.utils import yaml_files
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 Layer = tuple[str, Mapping[str, Any]]
-"""A place that settings come from, as messages name it, and the nested settings themselves."""
+"""The name of a source of settings, as used in messages, and its nested settings."""
 
 
 def merge(layers: Iterable[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -33,7 +33,7 @@ def merge(layers: Iterable[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def assign(values: dict[str, Any], setting: str) -> None:
-    """Put `key.sub=value` of the command line into nested `values`; the value is YAML."""
+    """Set `key.sub=value` of the command line in nested `values`; the value is YAML. Raises `UserError` for bad syntax."""
     key, equals, text = setting.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -57,7 +57,7 @@ def bundled_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Find the file of a recipe, which is given as a path or as the name of a bundled recipe."""
+    """The file of a recipe, given by path or by the name of a bundled recipe. Raises `UserError` if there is none."""
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         if not path.exists():

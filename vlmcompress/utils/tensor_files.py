@@ -1,4 +1,4 @@
-"""safetensors files as bytes: read headers, plan shards, write tensors at their place.
+"""safetensors files as bytes: read headers, plan shards, write tensors at their offsets.
 
 A file is `u64 header length | JSON header | data`. The header maps a tensor's name to dtype, shape and byte range, so a
 tensor can be copied from one file to another without being decoded, and a file of any size can be written with one
@@ -26,7 +26,7 @@ from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import SINGLE
 
-# In the serializer's order, which is also by width: later entries come first in a file.
+# In the serializer's order, which is also that of width: tensors of later types come first in a file.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -84,7 +84,7 @@ class Entry:
 
     Attributes:
         columns: (width, first, end): the bytes hold a matrix `[in, width]`, and the tensor is the transpose of its columns
-            `first` to `end`; None: the bytes are the tensor's own.
+            `first` to `end`; None: the bytes are those of the tensor.
     """
 
     file: Path
@@ -96,10 +96,10 @@ class Entry:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """All tensors of a safetensors file in the order of their bytes. Reads the header only.
+    """All tensors of a safetensors file, in the order of their bytes. Reads only the header.
 
     Raises:
-        UserError: not a safetensors file, cut short, or with a header that does not describe the data.
+        UserError: the file is not safetensors, is truncated, or its header does not match the data.
     """
     try:
         size = path.stat().st_size
@@ -112,10 +112,10 @@ def read_entries(path: Path) -> list[Entry]:
     try:
         header = json_files.parse_json(raw)
         if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
-            raise TypeError("metadata that are no texts")
+            raise TypeError("metadata that are not text")
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is not a whole safetensors file (bad header); download or copy it again") from error
+        raise UserError(f"{path} is not a complete safetensors file (bad header); download or copy it again") from error
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
     position = 8 + length
     for entry in entries:
@@ -130,9 +130,9 @@ def read_entries(path: Path) -> list[Entry]:
 def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
     start, end = info["data_offsets"]
     if not all(type(size) is int and size >= 0 for size in (start, end, *info["shape"])):
-        raise TypeError("a size that is no count")
+        raise TypeError("a size that is not a count")
     if info["dtype"] not in DTYPES:
-        raise UserError(f"{path}: tensor '{name}' has type {info['dtype']}, which is not known here")
+        raise UserError(f"{path}: tensor '{name}' has the unknown type {info['dtype']}; convert it with its own tool")
     return Entry(path, name, Spec(info["dtype"], tuple(info["shape"])), base + start, base + end)
 
 
@@ -147,9 +147,9 @@ def read_tensor(entry: Entry) -> Tensor:
 
 
 def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Tensors by name, memory-mapped from their files, copy-on-write: read on first use, changes stay in memory.
+    """Name -> tensor, memory-mapped copy-on-write: values are read on first use, changes stay in memory.
 
-    A tensor that is stored as columns of a matrix is a view that is not contiguous.
+    A tensor that is stored as columns of a matrix is a non-contiguous view.
     """
     files: dict[Path, mmap.mmap] = {}
     for path in {entry.file for entry in entries.values()}:
@@ -177,7 +177,7 @@ def to_bytes(tensor: Tensor) -> memoryview:
 
 
 def layout(specs: dict[str, Spec]) -> tuple[bytes, dict[str, int]]:
-    """Header bytes of a file with these tensors, and each tensor's absolute byte position."""
+    """Header bytes of a file with these tensors, and name -> absolute byte position."""
     ordered = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -196,7 +196,7 @@ def layout(specs: dict[str, Spec]) -> tuple[bytes, dict[str, int]]:
 
 
 def split_shards(specs: Iterable[tuple[str, Spec]], limit: int) -> list[dict[str, Spec]]:
-    """Fill shards in order until the next tensor would pass `limit` bytes; a larger tensor gets a shard of its own."""
+    """Split tensors, in order, into shards of at most `limit` bytes; a larger tensor gets a shard to itself."""
     shards: list[dict[str, Spec]] = [{}]
     used = 0
     for name, spec in specs:

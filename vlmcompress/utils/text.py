@@ -1,7 +1,7 @@
-"""Format sizes, ratios, durations and tables, and parse sizes: every verb and report writes them by these functions.
+"""Format sizes, ratios, durations and tables, and parse sizes, for all verbs and reports.
 
-The size of a model's weights is that of its tensors, without the headers of their files, so that `quantize`, `doctor`, `eval`,
-`bench`, reports and model cards show the same figures for the same checkpoint.
+The size of a model's weights is that of its tensors, without file headers, so that `quantize`, `doctor`, `eval`, `bench`,
+reports and model cards show the same figures for the same checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def figures(value: float) -> str:
-    """Write a number in three significant figures, from 1,000 on whole: `0.0123`, `12.0`, `1,234`; tiny ones as `1.2e-5`."""
+    """Format a number to three significant figures, rounded to an integer from 1,000 on: `0.0123`, `12.0`, `1,234`; tiny
+    numbers as `1.2e-5`."""
     if value == 0 or abs(value) >= 1000:
         return f"{value:,.0f}"
     exponent = math.floor(math.log10(float(f"{abs(value):.2e}")) + 1e-12)  # of the rounded value: 9.999 is 10.0
@@ -26,8 +27,8 @@ def figures(value: float) -> str:
 
 
 def percentage(share: float) -> str:
-    """Write a share from zero on as a percentage of three figures, in decimals whatever its size: `12.3%`, `0.00134%`,
-    `0.000820%`; anything below a millionth is `<0.0001%`, where figures say nothing any more."""
+    """Format a non-negative share as a percentage with three figures, without an exponent: `12.3%`, `0.00134%`, `0.000820%`;
+    below a millionth it is `<0.0001%`."""
     value = float(f"{100 * share:.2e}")
     if 0 < value < 0.001:
         return "<0.0001%" if value < 0.0001 else f"{value:.6f}%"
@@ -44,7 +45,7 @@ def size(count: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Write a ratio: `1.42x`; below a tenth and from a hundred on in three figures: `0.00441x`, `227x`."""
+    """Format a ratio: `1.42x`; below 0.1 and from 100 on with three significant figures: `0.00441x`, `227x`."""
     return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{figures(ratio)}x"
 
 
@@ -54,7 +55,7 @@ def smaller(before: float, after: float) -> str:
 
 
 def points(share: float, digits: int = 1) -> str:
-    """Write a difference of shares in percentage points: `-0.013` as `-1.3`; zero as `0.0`, without a sign."""
+    """Format a difference of shares in percentage points: `-0.013` as `-1.3`; zero as `0.0`, without a sign."""
     text = f"{100 * share:+.{digits}f}"
     return text if float(text) else text[1:]
 
@@ -69,7 +70,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Write rows as lines of aligned columns, the last one ragged."""
+    """Format rows as lines of aligned columns, without padding in the last one."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))] if texts else []
     return "\n".join(
@@ -79,10 +80,10 @@ def table(rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
 
 
 def parse_pixels(text: str, flag: str, least: int = 1, most: int = 2**31) -> tuple[int, int]:
-    """Read the width and height of an image from `1024x768`, or `448` for a square.
+    """The width and height of an image, from `1024x768`, or `448` for a square.
 
     Raises:
-        UserError: it is no size, or a side has fewer than `least` or more than `most` pixels.
+        UserError: not a size, or a side has fewer than `least` or more than `most` pixels.
     """
     match = re.fullmatch(r"(\d{1,10})(?:[x×*](\d{1,10}))?", text.strip().lower(), re.ASCII)
     width, height = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -93,13 +94,13 @@ def parse_pixels(text: str, flag: str, least: int = 1, most: int = 2**31) -> tup
 
 
 def parse_bytes(text: str | int, what: str) -> int:
-    """Read a number of bytes from `5GB`, `200MB`, `1GiB` or a plain number.
+    """The number of bytes in `5GB`, `200MB`, `1GiB` or a plain number.
 
     Args:
-        what: names the setting in the error, like `--max-size`.
+        what: name of the setting in the error, like `--max-size`.
 
     Raises:
-        UserError: it is no size, or not above zero.
+        UserError: not a size, or not above zero.
     """
     written = str(text).strip().upper().replace(" ", "")
     unit = next((unit for unit in _UNITS if written.endswith(unit)), "")
@@ -113,7 +114,7 @@ def parse_bytes(text: str | int, what: str) -> int:
 
 
 def check_size(text: str) -> str:
-    """Return a size like `5GB` as it was written, or raise ValueError if it is none."""
+    """Return a size like `5GB` unchanged, or raise ValueError if it is not one."""
     if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
         raise ValueError("Input should be a size like 5GB or 500MB")
     return text

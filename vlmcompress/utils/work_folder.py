@@ -1,12 +1,12 @@
 """The unfinished work of a long run on disk, so that the same command goes on after an interruption.
 
-`WorkFolder` is the hidden folder `.NAME.work` next to OUT, which is removed once OUT is whole. It belongs to the run that its
-`settings.json` describes: all that the work depends on (model, data, recipe, versions, threads), each by a name for messages. A
-run with the same settings uses what is there; one with others is refused, and deletes nothing unless it is told to `restart`.
-Files are written under another name, synced and renamed, so that a run killed at any moment leaves finished ones alone.
+`WorkFolder` is the hidden folder `.NAME.work` next to OUT, which is removed once OUT is complete. Its `settings.json` describes
+the run that it belongs to: everything that the work depends on (model, data, recipe, versions, threads), under names for
+messages. A run with the same settings reuses the work; a run with other settings is refused, unless it is to `restart`.
+Files are written under another name, synced and renamed, so that a killed run never damages finished files.
 
-`Journal` is a file of lines to which entries are added one by one, of work that other settings can share: each entry's key says
-all that it depends on.
+`Journal` is a file to which entries are appended line by line, and which runs with different settings may share: an entry's key
+contains everything that it depends on.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors, note, shortened
 
 RUN = "run"
-"""Key of the fingerprint of a run, the hash of its settings: in the metadata of a safetensors file and in a note."""
+"""Key of a run's fingerprint, the hash of its settings, in the metadata of a safetensors file and in a note."""
 _ANEW = "begin anew with --restart"
 _Note = TypedDict("_Note", {"run": str, "data": Any})
 
 
 class OtherWork(UserError):
-    """A folder keeps finished work of a run with other settings."""
+    """The work folder holds finished work of a run with other settings."""
 
 
 class WorkFolder:
-    """What a run has finished: safetensors files and notes in JSON, by name. `locked_output` makes one.
+    """The finished work of a run: safetensors files and JSON notes, by name. `locked_output` creates it.
 
-    One run at a time uses it. As not every file system has locks, each file also holds the fingerprint of its run, and one that
-    another run put here is refused when it is read. Of several workers the first one makes the folder.
+    Only one run at a time uses it. As not every file system has locks, each file also holds the fingerprint of its run, and a
+    file of another run is refused when it is read. Of several workers, rank 0 creates the folder.
 
     Attributes:
-        out: what the run writes in the end.
-        folder: the folder; it is made by `expect`.
-        run: fingerprint of the run, once it has begun.
+        out: the final output of the run.
+        folder: the folder; `expect` creates it.
+        run: fingerprint of the run, set by `begin`.
     """
 
     def __init__(self, out: Path, restart: bool = False):
@@ -55,10 +55,10 @@ class WorkFolder:
         self._expected: dict[str, Any] = {}
 
     def expect(self, settings: Mapping[str, Any]) -> None:
-        """Note some of the settings that decide this run (name for messages -> JSON data), before its work begins.
+        """Record some of this run's settings (name for messages -> JSON data), before its work begins.
 
         Raises:
-            OtherWork: an earlier run left work here and had another one of these settings.
+            OtherWork: an earlier run with a different setting left work here.
         """
         with distributed.shared_errors():
             if not distributed.is_main():
@@ -81,7 +81,7 @@ class WorkFolder:
                     part.write_text(json.dumps(before | self._expected))
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Begin the work, or go on with what is here, once all `settings` are known. Raises as `expect` does."""
+        """Begin the work, or resume it, once all `settings` are known. Raises as `expect` does."""
         self.expect(settings)
         self.run = self._fingerprint()
         if distributed.is_main() and any(self.folder.glob("*.safetensors")):
@@ -99,7 +99,7 @@ class WorkFolder:
         """Write a safetensors file, replacing an older one; it is on disk when this returns.
 
         Raises:
-            UserError: it cannot be written, or another run has taken the folder.
+            UserError: the file cannot be written, or another run has taken the folder.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -108,14 +108,14 @@ class WorkFolder:
         with self._replaced(self.path(name)) as part:
             try:
                 save_file(dict(tensors), part, {**(metadata or {}), RUN: self.run})
-            except SafetensorError as error:  # carries an OSError only as text
+            except SafetensorError as error:  # has the OSError only as text
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
                 raise
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        """Open a file that `write` wrote, as safetensors does. UserError: it is another run's, or cannot be read."""
+        """Open a file of `write` with safetensors. Raises `UserError` if it belongs to another run or cannot be read."""
         from safetensors import safe_open
 
         path = self.path(name)
@@ -124,16 +124,16 @@ class WorkFolder:
             yield file
 
     def write_note(self, name: str, data: Any) -> None:
-        """Write small JSON data under a name; they are on disk when this returns."""
+        """Write small JSON data under a name; the file is on disk when this returns."""
         self._refuse_others(self._fingerprint(), self._settings_file)
         with self._replaced(self.folder / f"{name}.json") as part:
             part.write_text(json.dumps({RUN: self.run, "data": data}))
 
     def read_note(self, name: str, kind: Any = Any) -> Any:
-        """The JSON data that `write_note` wrote under a name; None: there are none.
+        """The JSON data that `write_note` wrote under a name, or None.
 
         Raises:
-            UserError: they are another run's, or not of `kind` (see `schema`).
+            UserError: the note belongs to another run, or is not of type `kind` (see `schema`).
         """
         path = self.folder / f"{name}.json"
         if not path.exists():
@@ -144,16 +144,16 @@ class WorkFolder:
         return content["data"]
 
     def remove(self, *, empty: bool = False) -> None:
-        """Delete the folder unless another run has taken it, once OUT is whole; with `empty`, if nothing in it is finished."""
+        """Delete the folder, unless another run has taken it. `empty`: only if it holds no finished work."""
         if self._settings() == self._expected and (self._is_empty() or not empty):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _is_empty(self) -> bool:
-        """Whether nothing is finished: there is no folder, or it has settings alone."""
+        """Whether there is no finished work: no folder, or only settings in it."""
         return not self.folder.is_dir() or all(path == self._settings_file for path in self.folder.iterdir())
 
     def _settings(self) -> dict[str, Any]:
-        """The settings in the folder; none where there are none."""
+        """The settings in the folder; empty if there are none."""
         return schema.read_checked(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
 
     def _fingerprint(self) -> str:
@@ -161,7 +161,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def _replaced(self, path: Path) -> Iterator[Path]:
-        """A path to write to in the context; then that file is synced and takes the place of `path`."""
+        """Yield a temporary path to write to; at the end of the context that file is synced and replaces `path`."""
         part = path.with_suffix(".part")
         with folders.user_errors(path):
             yield part
@@ -177,7 +177,7 @@ class WorkFolder:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """Where two settings first differ: the dotted name, and both values there."""
+    """The first difference of two settings: its dotted name, and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key):
@@ -189,19 +189,19 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 def locked_output(
     out: Path, check: Callable[[], object] = lambda: None, *, restart: bool = False
 ) -> Iterator[WorkFolder]:
-    """Keep OUT and the folder of its unfinished work to this run within the context.
+    """Lock OUT and its work folder for this run within the context.
 
-    Of several workers the first one takes the lock for all; where another run has it, all raise so in
+    Of several workers, rank 0 takes the lock for all; if another run holds it, all workers raise in
     `distributed.process_group`.
 
     Args:
         out: folder or file that the run writes.
-        check: raises `UserError` for an OUT that must not be written. Called before the lock is taken and, as another run may
-            have been at work until then, again under the lock.
+        check: raises `UserError` for an OUT that must not be written. It is called before the lock is taken and again under
+            the lock, as another run may have changed OUT in between.
         restart: delete the work that an interrupted run left.
 
     Raises:
-        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within says where finished work is kept.
+        UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within names the folder of finished work.
     """
     check()
     work = WorkFolder(out, restart)
@@ -229,14 +229,14 @@ def locked_output(
 def locked_folder(
     source: Path, out: Path, *, overwrite: bool, mark: str, restart: bool = False
 ) -> contextlib.AbstractContextManager[WorkFolder]:
-    """`locked_output`, for a run that writes the folder OUT as `folders.check` allows it."""
+    """`locked_output` with `folders.check_out` as its check, for a run that writes the folder OUT."""
     return locked_output(
         out, functools.partial(folders.check_out, source, out, overwrite=overwrite, mark=mark), restart=restart
     )
 
 
 class Journal:
-    """JSON lines `{"key", "entry"}` in a file, each synced before the next; `open_journal` makes one."""
+    """JSON lines `{"key", "entry"}` in a file, each synced before the next; see `open_journal`."""
 
     def __init__(self, path: Path, descriptor: int):
         self.path, self._file = path, descriptor
@@ -245,7 +245,7 @@ class Journal:
             content = file.read()
         end = content.rfind(b"\n") + 1
         if end < len(content):
-            os.ftruncate(self._file, end)  # a last line that was torn
+            os.ftruncate(self._file, end)  # an incomplete last line
         for number, line in enumerate(content[:end].splitlines(), 1):
             try:
                 row = json_files.parse_json(line)
@@ -257,14 +257,14 @@ class Journal:
         return len(self._entries)
 
     def read(self, key: str) -> Any:
-        """The last entry that was written under a key; None if there is none."""
+        """The last entry of a key; None if there is none."""
         return self._entries.get(key)
 
     def write(self, key: str, entry: Any) -> None:
         """Append a line and wait until it is on disk.
 
         Raises:
-            UserError: it can't be written, e.g. as the disk is full. All earlier lines stay readable.
+            UserError: it can't be written, e.g. because the disk is full. All earlier lines stay readable.
         """
         line = json.dumps({"key": key, "entry": entry}).encode() + b"\n"
         start = os.lseek(self._file, 0, os.SEEK_END)
@@ -284,7 +284,7 @@ class Journal:
 
 @contextlib.contextmanager
 def open_journal(path: Path, *, restart: bool = False) -> Iterator[Journal]:
-    """Open or create a journal, for one process at a time. `restart`: with no entries.
+    """Open or create a journal, for one process at a time. `restart`: delete its entries.
 
     Raises:
         UserError: it can't be opened, is damaged, or another run is using it.

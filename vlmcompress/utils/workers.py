@@ -1,17 +1,16 @@
-"""Workers that do a list of jobs: this process, one job after the other, or those of a Ray cluster, several at once.
+"""Workers that run a list of jobs: this process, one job after the other, or a Ray cluster, several at once.
 
     with closing(workers.of("auto")) as crew:
         for index, outcome in crew.map(function, jobs):
             ...
 
-A job is a function of one argument; with Ray both go to another process, maybe on another machine, so they have to be
-picklable, and nothing but the result comes back.
+A job is a function of one argument; with Ray both are sent to another process, possibly on another machine, so they must be
+picklable, and only the result is returned.
 
-On Ray (https://docs.ray.io) one job at a time runs on each GPU, or on each node where there is no GPU. Every job is a Ray task.
-Ray runs it again when its worker or its node dies, at most `RETRIES` times. Arguments and results travel through Ray's object
-store; no folder has to be shared, and no code is uploaded: vlmcompress is installed on each node. Of this process's environment
-the jobs get what decides results: `VLMCOMPRESS_*`, `OMP_*`, and the offline modes of the Hub's libraries where the user has set
-them.
+On Ray (https://docs.ray.io) one job at a time runs on each GPU, or on each node of a cluster without GPUs. Every job is a Ray
+task. If its worker or node dies, Ray runs it again, at most `RETRIES` times. Arguments and results go through Ray's object
+store; no shared folder is needed, and no code is uploaded: vlmcompress must be installed on each node. Jobs get the environment
+variables that affect results: `VLMCOMPRESS_*`, `OMP_*`, and the Hub libraries' offline modes if the user has set them.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from vlmcompress.utils import hub, messages
 from vlmcompress.utils.errors import UserError
 
 RETRIES = 3  # of a job whose worker or node was lost
-PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # beginnings of names of environment variables
+PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # prefixes of environment variables
 OFFLINE = (hub.OFFLINE, "TRANSFORMERS_OFFLINE")
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
-    "RAY_task_oom_retries": str(RETRIES),  # by itself Ray would try for ever
+    "RAY_task_oom_retries": str(RETRIES),  # Ray's default is to retry forever
 }
 NOT_LOADED = (
     "could not be computed",
     "failed to import on the worker",
-)  # what Ray says of a task's arguments and function
+)  # in Ray's errors about a task's arguments and function
 PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
 NUDGE = 0.5  # seconds
 
@@ -50,13 +49,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Failed:
-    """The outcome of a job without a result: the message of its `UserError`, or how its workers were lost."""
+    """The outcome of a failed job: the message of its `UserError`, or how its workers were lost."""
 
     reason: str
 
 
 def attempt(function: Callable[[J], R], job: J) -> R | Failed:
-    """Do a job; a `UserError` becomes a `Failed`."""
+    """Run a job; a `UserError` becomes a `Failed`."""
     try:
         return function(job)
     except UserError as error:
@@ -64,7 +63,7 @@ def attempt(function: Callable[[J], R], job: J) -> R | Failed:
 
 
 class Workers(Protocol):
-    """Workers that do jobs: `name` for people, and `size`, the number of jobs that they do at once."""
+    """Workers that run jobs; `name` is a display name, `size` the number of jobs that run at once."""
 
     @property
     def name(self) -> str: ...
@@ -73,10 +72,10 @@ class Workers(Protocol):
     def size(self) -> int: ...
 
     def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
-        """Do the jobs, and yield (index of the job, result) as they finish. Closing the generator cancels what is open.
+        """Run the jobs, and yield (index of the job, result) as they finish. Closing the generator cancels unfinished jobs.
 
-        A job that raises `UserError`, or whose worker is lost again and again, gives a `Failed`. Any other exception of a
-        job is raised here.
+        A job that raises `UserError`, or whose worker is lost too often, results in a `Failed`. Any other exception of a job
+        is raised here.
         """
         ...
 
@@ -87,13 +86,13 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class InTurn:
-    """This process alone, which starts a job when its result is asked for."""
+    """This process alone, which starts a job when its result is requested."""
 
     name: str = "in turn"
     size: int = 1
 
     def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
-        """Do the jobs one after the other; see `Workers`."""
+        """Run the jobs one after the other; see `Workers`."""
         for index in range(len(jobs)):
             yield index, attempt(function, jobs[index])
 
@@ -105,8 +104,8 @@ def of(address: str | None) -> Workers:
     """The workers at an address.
 
     Args:
-        address: None: this process alone. Else Ray's: `auto` (the cluster that this machine is a node of), `HOST:PORT` of a
-            cluster's head, or `local`, which starts one on this machine until `close`.
+        address: None: this process alone. For Ray: `auto` (the cluster that this machine belongs to), `HOST:PORT` of a
+            cluster's head, or `local`, a cluster on this machine that ends with `close`.
 
     Raises:
         UserError: Ray is not installed, or there is no such cluster.
@@ -129,7 +128,7 @@ class OnRay:
         return f"ray, {self.size} worker{'s' if self.size > 1 else ''}"
 
     def map(self, function: Callable[[J], R], jobs: Sequence[J]) -> Generator[tuple[int, R | Failed]]:
-        """Do the jobs, `size` of them at once; see `Workers`."""
+        """Run the jobs, `size` of them at once; see `Workers`."""
         task = self._ray.remote(_done).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **self._requests)
         waiting, running = iter(range(len(jobs))), {}
         try:
@@ -147,7 +146,7 @@ class OnRay:
             self._cancel(list(running))
 
     def _result(self, ready: Any) -> Any:
-        """The result of a task that has ended. What its function raised is raised here."""
+        """The result of a finished task. An exception of its function is raised here."""
         from ray import exceptions
 
         try:
@@ -178,14 +177,14 @@ class OnRay:
                 return
 
     def close(self) -> None:
-        """Leave the cluster, and end it if it was started here. One that the caller had joined before stays joined."""
+        """Leave the cluster, and stop it if `local` started it. A cluster that the caller had joined before stays joined."""
         self._leave()
 
 
 def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]:
-    """The resources of one job and the number of jobs at once, from the nodes' resources as Ray counts them.
+    """The resources of one job and the number of concurrent jobs, from the nodes' resources as Ray reports them.
 
-    With GPUs a job takes one, and its share of the CPUs of the node where that is least. Without, it takes all CPUs of the
+    With GPUs a job takes one GPU and the smallest number of CPUs per GPU of any node. Without GPUs it takes all CPUs of the
     smallest node, and there are as many jobs as nodes. Nodes without CPUs (a head that only manages) don't count.
     """
     with_gpus = [node for node in nodes if node.get("GPU", 0) >= 1]
@@ -197,8 +196,8 @@ def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]
 
 
 def passed_on() -> dict[str, str]:
-    """The environment variables that jobs get from here."""
-    offline = OFFLINE if hub.offline() else ()  # by itself our command line sets them only against surprises
+    """The environment variables of this process that jobs get."""
+    offline = OFFLINE if hub.offline() else ()  # our command line sets them by default, which does not count
     return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
 
 
@@ -222,13 +221,11 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)
-    except Exception as error:  # that, and no subclass, is raised where a node takes too long to start
+    except Exception as error:  # exactly `Exception` is raised if a node takes too long to start
         raise UserError(f"can't join the Ray cluster at '{address}': {messages.error_text(error)}") from error
     finally:
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, on_sigterm
-            )  # Ray's handler would end this process with code 15, without a word
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would silently end this process with code 15
     louder = _hush()
 
     def leave() -> None:
@@ -239,10 +236,10 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
 
 
 def _hush() -> Callable[[], None]:
-    """Keep Ray from printing to standard output, as it does when a node is lost, whatever `log_to_driver` says.
+    """Keep Ray from printing to standard output, as it does when a node is lost, even with `log_to_driver=False`.
 
     Returns:
-        What lets it print again.
+        A function that restores the output.
     """
     from ray._private import worker
 
@@ -256,7 +253,7 @@ def _hush() -> Callable[[], None]:
 
 
 def _check(address: str) -> None:
-    """Refuse an address that isn't one, or where nobody listens, for which Ray would wait for long."""
+    """Raise `UserError` for an invalid address, or one where nothing listens, on which Ray would wait for long."""
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -269,9 +266,10 @@ def _check(address: str) -> None:
 
 
 def _done(function: Callable[[J], R], job: J) -> R | Failed:
-    """The task: a job in a worker's process.
+    """The Ray task: run a job in a worker's process.
 
-    Ray cancels it by `interrupt_main`, which ends no wait for a lock or a queue; a signal does, so one comes now and then.
+    Ray cancels it with `interrupt_main`, which does not interrupt a wait for a lock or queue. A signal does, so one is sent
+    periodically.
     """
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, NUDGE, NUDGE)

@@ -1,4 +1,4 @@
-"""YAML for people: duplicate keys are errors, `1e-4` is a number, and messages name file and line."""
+"""YAML files of users: duplicate keys are errors, `1e-4` is a number, and messages name file and line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 wants a dot in a float; JSON, YAML 1.2 and everybody's fingers do not.
+# YAML 1.1 requires a dot in a float; JSON, YAML 1.2 and most users do not.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -45,12 +45,12 @@ def parse_yaml(text: str, where: str) -> Any:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # a date that is none, a number of thousands of digits; nested too deeply
+    ) as error:  # an invalid date, a number of thousands of digits; nested too deeply
         raise UserError(f"{where} is not valid YAML: {error_text(error)}") from error
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file. `what` says in messages which kind of file it is."""
+    """The mapping in a YAML file. Raises `UserError`, in which `what` is the kind of file."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What is computed on the GPU against the same on a CPU: each quantizer, statistic and reducer, on equal inputs.
+"""Compare results of the GPU with those of a CPU: each quantizer, statistic and reducer, on equal inputs.
 
 Sums differ in their order, so that a code may fall on the other side of a boundary and a token that is as good as another may
 take its place. So codes are held against the CPU's by the error that they make, which is what counts: within 2%. Statistics are
@@ -22,13 +22,13 @@ ERRORS, TOKENS, CLOSE = 0.02, 0.95, 1e-5
 
 
 def run(place: Place, what: str) -> dict[str, Any]:
-    """Compare all `quantizers`, `statistics` or `reducers`. Failed where some differ by more than they may."""
+    """Compare all `quantizers`, `statistics` or `reducers`. Raises `Failed` if some differ by more than the tolerance."""
     rows = {"quantizers": quantizers, "statistics": statistics, "reducers": reducers}[what](place.tiny)
     return checked(rows, rows)
 
 
 def each(names: list[str], row: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row for each name; one that raises says so, and the others go on."""
+    """A row per name, with the error if it raises."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
@@ -39,7 +39,7 @@ def each(names: list[str], row: Callable[[str], dict[str, Any]]) -> dict[str, di
 
 
 def checked(rows: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str, Any]:
-    """The result, or `Failed` with it where rows say that something is wrong."""
+    """The result; raises `Failed` with it if a row has a problem."""
     if wrong := [f"{name}: {row['wrong']}" for name, row in rows.items() if "wrong" in row]:
         raise Failed("\n".join(wrong), result)
     return result

@@ -25,7 +25,7 @@ CLOSE, ALIKE = 1e-3, 0.9
 
 
 def run(place: Place) -> dict[str, Any]:
-    """Compare all schemes that have kernels. Failed where codes make another error, or more than a tenth of the rows differ."""
+    """Compare all schemes with kernels. Raises `Failed` if errors differ, or the codes of more than a tenth of the rows do."""
     from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
     from vlmcompress.quantization.schemes import REGISTRY, _fused, smooth, solve
 

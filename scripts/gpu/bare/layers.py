@@ -23,7 +23,7 @@ TOKENS, ROWS = 16384, 256
 
 
 def run(place: Place, shape: str) -> dict[str, Any]:
-    """Run all schemes on a block of a shape. Failed where one does not run; the others have their figures then, too."""
+    """Run all schemes on a block of a shape. Raises `Failed`, with the figures of the others, if one does not run."""
     from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
     from vlmcompress.quantization.schemes import REGISTRY
 

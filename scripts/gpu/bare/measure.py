@@ -1,4 +1,4 @@
-"""Seconds, kernels, waits of the host and peak memory, on the GPU, or on the CPU where there is none.
+"""Measure seconds, kernels, host synchronizations and peak memory, on the GPU, or on the CPU without one.
 
 What is timed is started and awaited once before, so that neither compiling nor the first allocation counts. Kernels and waits
 are counted in runs of their own, as that slows everything down: kernels by torch's profiler (on a CPU the operators that it
@@ -19,12 +19,12 @@ import torch
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """The GPU, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait() -> None:
-    """Wait until the GPU has done all that it was given."""
+    """Wait until the GPU is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -39,7 +39,7 @@ def once(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds of some calls, after one that does not count."""
+    """Median seconds of some calls, after an unmeasured one."""
     call()
     return median(once(call)[0] for _ in range(repeats))
 
@@ -77,7 +77,7 @@ def waits(call: Callable[[], Any]) -> int | None:
 
 
 def forget_peaks() -> None:
-    """Begin to measure the GPU's peak memory anew."""
+    """Reset the measurement of the GPU's peak memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

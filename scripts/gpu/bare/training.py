@@ -1,7 +1,7 @@
-"""What needs gradients, a rotation or ranges of keys and values, on a model of full width with three decoder blocks.
+"""Runs that need gradients, a rotation or ranges of keys and values, on a model of full width with three decoder blocks.
 
-Each part runs the verb's own function on random weights: seconds by phase, peak memory, and that it comes to its end. What is
-learned says nothing. `gradients` collects what the verb `calibrate` does, with a gradient pass, and solves a scheme from it.
+Each part runs a verb's function on random weights, and measures seconds by phase, peak memory, and whether it finishes. The
+learned weights are meaningless. `gradients` collects the statistics of `calibrate` with a gradient pass, and solves a scheme.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEEDS = ("gram", "absmax", "absmean", "gradient")
 
 
 def run(place: Place, what: str) -> dict[str, Any]:
-    """Run one of `gradients`, `recover`, `learn-reducer`, `rotate`, `kv-cache`. Failed where its figures are no numbers."""
+    """Run `gradients`, `recover`, `learn-reducer`, `rotate` or `kv-cache`. Raises `Failed` if a figure is not finite."""
     source = shapes.model(place, SHAPE, "shallow", apart=True)
     out = source.with_name(f"training-{what}")
     works = {"gradients": gradients, "recover": recover, "learn-reducer": learn_reducer, "rotate": rotate,
@@ -39,7 +39,7 @@ def run(place: Place, what: str) -> dict[str, Any]:
 
 
 def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
-    """Collect statistics and gradients, and solve by `mbq`, which reads them."""
+    """Collect statistics and gradients, and solve with `mbq`, which uses them."""
     import vlmcompress
 
     recipe = shapes.recipe(place, source, out, "mbq", {})
@@ -61,7 +61,7 @@ def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:
 
 
 def learn_reducer(place: Place, source: Path, out: Path) -> dict[str, Any]:
-    """Some steps of training a scorer, which of random weights can't learn anything and says so at its end."""
+    """Some steps of training a scorer, which can't learn from random weights and reports that at its end."""
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
     from vlmcompress.utils.errors import UserError
 

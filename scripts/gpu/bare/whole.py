@@ -16,7 +16,7 @@ from gpu.steps import SCHEMES
 
 
 def run(place: Place, shape: str, name: str) -> dict[str, Any]:
-    """Quantize, and throw the checkpoint away, as a full disk helps nobody."""
+    """Quantize, and delete the checkpoint to save disk space."""
     import vlmcompress
 
     scheme, options = SCHEMES[name]

@@ -1,4 +1,4 @@
-"""What checkpoints answer in vLLM, held against transformers or against the same checkpoint in 16 bits.
+"""Compare answers of checkpoints in vLLM with transformers, or with the same checkpoint in 16 bits.
 
 First tokens are compared by the mean absolute difference of log-probabilities (nats) over the tokens that vLLM finds most
 likely; transformers computes with the dequantized weights. Of random models they are a nat apart where something is wrong, and

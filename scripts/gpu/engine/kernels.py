@@ -17,7 +17,7 @@ from gpu.machine import target_here
 from gpu.part import Failed, Place
 from gpu.steps import SCHEMES
 
-# A word of a target's `kernels` -> the classes of vLLM 0.32 that it stands for, and our plugin's in their place (`_cpu`).
+# A word of a target's `kernels` -> its classes in vLLM 0.32, and our plugin's replacements (`_cpu`).
 CLASSES = {
     "Marlin": r"Marlin\w*Kernel",
     "Machete": r"MacheteLinearKernel",
@@ -43,7 +43,7 @@ AT_A_TIME = 3
 
 
 def run(place: Place, shape: str) -> dict[str, Any]:
-    """Load every scheme. Failed where one does not load, or runs in a kernel that its target does not name."""
+    """Load every scheme. Raises `Failed` if one does not load, or runs in a kernel that its target does not name."""
     from vlmcompress.recipe import targets
 
     machine = targets.get_target(target_here())
@@ -130,10 +130,10 @@ def judged(key: str, expected: str, loaded: dict[str, Any]) -> dict[str, Any]:
 
 
 def fits(expected: str, kernel: str) -> bool:
-    """Whether a class of vLLM is one that a target's words stand for."""
+    """Whether a class of vLLM is among those of a target's words."""
     return any(re.fullmatch(pattern, kernel) for pattern in patterns(expected))
 
 
 def patterns(expected: str) -> Iterable[str]:
-    """Patterns of the classes that a target's words stand for."""
+    """Patterns of the classes of a target's words."""
     return [pattern for word, pattern in CLASSES.items() if word in expected]

@@ -57,13 +57,13 @@ def finish(child: subprocess.Popen, log: Path) -> dict[str, Any]:
 
 
 def errors(log: str) -> list[str]:
-    """The lines of a log that say what went wrong: the last errors, else its last lines."""
+    """The last errors in a log, or else its last lines."""
     lines = [line for line in log.splitlines() if _ERROR.match(line)]
     return last_lines("\n".join(lines), 3) or last_lines(log, 5)
 
 
 def named(log: str) -> dict[str, Any]:
-    """What a log of vLLM names: kernel -> the schemes that it was chosen for, and attention backends."""
+    """Parse vLLM's log: kernel -> the schemes that it was chosen for, and attention backends."""
     kernels: dict[str, list[str]] = {}
     for kernel, scheme in _KERNEL.findall(log):
         if scheme not in kernels.setdefault(kernel, []):

@@ -1,4 +1,4 @@
-"""Make the environment with `scripts/setup`, which does nothing where it is up to date. Needs a package index."""
+"""Create the environment with `scripts/setup`, which does nothing if it is up to date. Needs a package index."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NO_INDEX = re.compile(
 def run(place: Place) -> dict[str, Any]:
     """Run the script."""
     if named := os.environ.get("VLMCOMPRESS_CHECK_PYTHON"):
-        raise Skipped(f"--python names {named}, which is taken as it is")
+        raise Skipped(f"--python names {named}, which is used unchanged")
     if place.tiny:
         raise Skipped("tiny shapes run in the environment that is there")
-    if not (ROOT / ".venv" / ".vlmcompress-stamp").exists():  # an environment that is half made helps nobody
+    if not (ROOT / ".venv" / ".vlmcompress-stamp").exists():  # an incomplete environment is useless
         with tempfile.TemporaryDirectory() as folder:
             said, code = said_by(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "--timeout",
                                  "15", "-d", folder, "uv")  # fmt: skip

@@ -127,7 +127,7 @@ def test_scores_of_a_users_own(tmp_path: Path) -> None:
     "name, message",
     [
         ("contain", "is none of auto, exact.*; did you mean 'contains'"),
-        ("regex:(", "the pattern is wrong"),
+        ("regex:(", "the pattern is invalid"),
         ("nothing.py:f", "can't be loaded"),
         ("math:nothing", "can't be loaded"),
         ("math:pi", "is no function"),
@@ -142,7 +142,7 @@ def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model")
     data = write_rows(tmp_path / "test.jsonl", {"question": "q", "answer": "#### 4"})
     engine = Echo(question)
-    with pytest.raises(UserError, match="is for data of your own; suite gsm8k has a score"):
+    with pytest.raises(UserError, match="is for your own data; suite gsm8k has a score"):
         evaluate(tmp_path / "model", tmp_path / "model", ["gsm8k"], data, EvalOptions(engine, engine, score="contains"))
     assert not engine.asked
 

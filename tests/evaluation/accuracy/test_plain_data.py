@@ -104,4 +104,4 @@ def test_what_cannot_be_scored_is_not_offered(folder: Path) -> None:
     refused(lambda: load(folder, "images"), "is a folder of images, without answers to score")
     model = folder / "model"
     options = {"candidate": model, "baseline": model, "reading": Reading({"image": "x"})}
-    refused(lambda: load_suite("chartqa", folder, **options), "suite chartqa says itself how its data are read")
+    refused(lambda: load_suite("chartqa", folder, **options), "suite chartqa defines how its data are read")

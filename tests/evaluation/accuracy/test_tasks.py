@@ -136,8 +136,8 @@ def test_unknown_suites(suite: str, says: str) -> None:
     [
         ("task: x\n  y: [", "can't be loaded: "),
         ("- a", "can't be loaded: .* got list"),
-        ("task: x\noutput_type: generate_until", "is no task file: it has no dataset_path; .*eval/tasks"),
-        ("a: 1", "is no task file: it has no task; .*eval/tasks"),
+        ("task: x\noutput_type: generate_until", "is not a task file: it has no dataset_path; .*eval/tasks"),
+        ("a: 1", "is not a task file: it has no task; .*eval/tasks"),
         ("task: x\ndataset_path: json\ndataset_kwargs: 3", "a key has a value of the wrong kind .*eval/tasks"),
     ],
 )
@@ -158,7 +158,7 @@ def test_bad_plain_data(tmp_path: Path) -> None:
         load(write_rows(tmp_path / "d.jsonl", {**row, "image": "gone.png"}))
     with pytest.raises(UserError, match="is empty"):
         load(write_rows(tmp_path / "d.jsonl"))
-    with pytest.raises(UserError, match="is data already"):
+    with pytest.raises(UserError, match="is already data"):
         load(write_rows(tmp_path / "d.jsonl", row), tmp_path / "d.jsonl")
 
 

@@ -86,7 +86,7 @@ def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
     with pytest.raises(UserError, match=r"sample '001-1' shows a video, and llama.cpp is given none; take --engine"):
         ask_suite(data / "model", load(data / "model"), engines.get_engine("llamacpp"))
     next((data / "data" / "video_mme").rglob("fF*.mp4")).unlink()
-    with pytest.raises(UserError, match="sample '001-1': its video is not there; unpack"):
+    with pytest.raises(UserError, match="sample '001-1': its video is missing; unpack"):
         ask(data, "A", "B")
 
 

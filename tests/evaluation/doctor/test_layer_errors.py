@@ -107,7 +107,7 @@ def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
     assert "as no calibration data were seen" in said and said.count("add --stats STATS --model MODEL") == 1
     for pair in ((rounded, off), (off, rounded)):
         assert cli.main(["report-error", *map(str, pair)]) == 2
-        assert "rounded knows the error of its weights alone" in capfd.readouterr().err
+        assert "rounded has errors of weights only" in capfd.readouterr().err
 
 
 def test_different_measurements_are_told(tmp_path, capfd):

@@ -88,7 +88,7 @@ def test_from_images_to_a_checkpoint(images, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "line"),
-    [(["--min-agreement", "1"], "is no share between 0 and 1"), (["--prompts", "none.txt"], "cannot be read")],
+    [(["--min-agreement", "1"], "is not a share between 0 and 1"), (["--prompts", "none.txt"], "cannot be read")],
 )
 def test_what_is_refused(images, tmp_path, capsys, flags, line):
     code = cli.main(["auto", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--images", str(images), *flags])

@@ -146,7 +146,7 @@ def test_another_floor_takes_up_what_is_known(finished, call, capsys):
     [
         (["--confirm", data("validation")], "confirm on images that the search never sees"),
         (["--max-drop", "0.001"], "cannot be confirmed with less than"),
-        (["--max-drop", "1.5"], "is no share between 0 and 1"),
+        (["--max-drop", "1.5"], "is not a share between 0 and 1"),
         (["--optimize", "fastest"], "no such objective"),
         (["--max-time", "soon"], "write a time like 90s, 30m or 1h30m"),
         (["--speed", "modelled", "--optimize", "ttft", "--target", "cpu"], "how fast cpu is, is not known"),
@@ -195,7 +195,7 @@ def test_a_folder_of_something_else_is_left_alone(call, tmp_path, capsys):
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
     code, _, err = run(capsys, *arguments)
-    assert code == 2 and "has files that are of no search" in err
+    assert code == 2 and "has files that do not belong to a search" in err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 

@@ -119,7 +119,7 @@ def test_what_is_read_hangs_on_the_options():
         ({"activations": 8}, "activations must be 4 or 16"),
         ({"rounding": "gptqq"}, "rounding must be"),
         ({"last": -1}, "last must be"),
-        ({"last": 2, "mixed": False}, "last is for"),
+        ({"last": 2, "mixed": False}, "last applies to mixed"),
         ({"mixed": "yes"}, "mixed must be"),
         ({"damp": 0.0}, "damp must be"),
         ({"sweeps": -1}, "sweeps must be"),

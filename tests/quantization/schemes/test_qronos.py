@@ -173,5 +173,5 @@ def test_the_steps_of_gptq_are_taken_here_too(steps):
     "options", [{"smooth": "awq"}, {"correct": 1.5}, {"correct": True}, {"behind": "layers"}, {"damp": 0}], ids=str
 )
 def test_options_are_checked(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} (must be|puts scales into layers)"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} (must be|changes layers that behind)"):
         qronos.Options(**options)

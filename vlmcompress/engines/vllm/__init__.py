@@ -1,12 +1,12 @@
-"""vLLM as an engine, in a process of its own.
+"""vLLM as an engine, in a separate process.
 
     run = ENGINE.answer(model_folder, requests, media=folder_of_images)
     run.answers["sample-1"].text
 
 `ENGINE` runs `worker` in the engine's process and reads answers from it; `serve` starts vLLM's own OpenAI-compatible server;
-`names` asks it for the places of tensors. The engine's interpreter is `VLMCOMPRESS_ENGINE_PYTHON`, by default the one that
-runs this. `worker`, `server` and `names_worker` import
-only the standard library and vLLM, so nothing of ours need be installed there.
+`names` checks to which parameters it maps a checkpoint's tensors. The engine's interpreter is `VLMCOMPRESS_ENGINE_PYTHON`, by
+default the current one. `worker`, `server` and `names_worker` import only the standard library and vLLM, so this package need
+not be installed there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 
 PYTHON_VARIABLE = "VLMCOMPRESS_ENGINE_PYTHON"
-# Set unless the user has set them. The VLLM_CPU_* ones mean nothing to a GPU build.
+# Defaults, unless the user has set them. GPU builds ignore VLLM_CPU_*.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -45,7 +45,7 @@ def interpreter() -> str:
     return path
 
 
-# Run by the engine's Python. torch gives FP8 products to oneDNN where there is AMX, whose kernel asks for AMX-FP16.
+# Run by the engine's Python. With AMX torch uses oneDNN for FP8 products, whose fast kernel requires AMX-FP16.
 _PROBE = """
 import json, os
 from importlib import metadata, util
@@ -64,14 +64,14 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Installed:
-    """What the engine's Python has.
+    """Facts about the engine's Python.
 
     Attributes:
-        version: of vLLM; empty where that is not known.
+        version: vLLM's version; empty if unknown.
         cpu: whether it is a CPU build.
-        suffix: whether it has the package of `suffix` decoding.
-        plugin: whether it has this package, and with it the plugin.
-        reference_fp8: whether torch takes a reference kernel for FP8 on this processor.
+        suffix: whether the package for `suffix` decoding is installed.
+        plugin: whether this package, and with it the plugin, is installed.
+        reference_fp8: whether torch uses a slow reference kernel for FP8 on this processor.
     """
 
     version: str = ""
@@ -82,13 +82,13 @@ class Installed:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The first two numbers of vLLM's version; empty where it has none."""
+        """The first two numbers of vLLM's version; empty if it has none."""
         parts = self.version.split(".")[:2]
         return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def installed() -> Installed:
-    """Ask the engine's Python, once. It imports nothing of the engine."""
+    """Query the engine's Python, once per process, without importing the engine."""
     return _installed(interpreter())
 
 
@@ -97,16 +97,16 @@ def _installed(python: str) -> Installed:
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
         return Installed(**json.loads(done.stdout))
-    except (subprocess.TimeoutExpired, ValueError, TypeError):  # an interpreter that says something else
+    except (subprocess.TimeoutExpired, ValueError, TypeError):  # unexpected output of the interpreter
         return Installed()
 
 
 def slow(model: Path) -> str | None:
-    """Why the engine will be slow with a checkpoint, and what to do; None where nothing is known."""
+    """Why the engine will be slow with a checkpoint, and what to do; None if no reason is known."""
     try:
         config = json_files.read(model / "config.json")
     except (OSError, ValueError):
-        return None  # the engine will say so
+        return None  # the engine will report it
     quantization = config.get("quantization_config")
     groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
@@ -130,7 +130,7 @@ def available() -> bool:
 
 
 def environment(**defaults: str) -> dict[str, str]:
-    """This process's environment with the engine's defaults (and `defaults`) filled in where nothing is set."""
+    """This process's environment, with the engine's defaults and `defaults` for variables that are not set."""
     return {**ENVIRONMENT, **defaults, **os.environ}
 
 

@@ -1,8 +1,8 @@
-"""Memory of keys, values and states, in whole blocks, as vLLM 0.32 shares it out among requests.
+"""Memory of keys, values and states in whole blocks, as vLLM 0.32 allocates it to requests.
 
-All layers take blocks from one pool. A block of a layer is a *page*: `block` tokens of an attention layer, or the one state
-of a recurrent layer, padded to the size of the others' pages. Layers that need the same (`kinds`) are put into groups of equal
-length, and a group has its own table of blocks, so
+All layers take blocks from one pool. A block of a layer is a *page*: `block` tokens of an attention layer, or the state of a
+recurrent layer, padded to the common page size. Layers with equal requirements form groups of equal length, and each group has
+its own block table, so
 
     bytes of a block = page * layers of the longest group
     blocks of a request of n tokens = sum over groups of
@@ -11,17 +11,16 @@ length, and a group has its own table of blocks, so
         1, or 2 where prefixes are cached, + drafted tokens       a recurrent state
     requests at once = (bytes of the pool // bytes of a block) / blocks of a request
 
-"In flight" are tokens that are scheduled and not yet settled: a sliding layer frees blocks only after them.
+"In flight" are tokens that are scheduled but not finished: a sliding window layer frees blocks only after them.
 
 Source: vLLM 0.32 `v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `unify_kv_cache_spec_page_size`,
 `get_max_concurrency_for_kv_cache_config`), `v1/kv_cache_interface.py` (`max_memory_usage_bytes`) and
 `platforms/interface.py` (`_align_hybrid_block_size`). `tests/quantization/plan/test_against_vllm.py` compares with its log.
 
-`Defaults` is what vLLM does by default, as far as memory and batches depend on it: `config/cache.py`
-(`gpu_memory_utilization`, `DEFAULT_BLOCK_SIZE`), `engine/arg_utils.py` (`get_batch_defaults` of the OpenAI server),
-`platforms/cpu.py` (blocks of 128, one batch at once), `config/vllm.py` (`max_concurrent_batches`: two on a GPU, where
-scheduling is asynchronous), `config/scheduler.py` (the encoder's cache holds as many embeddings as a batch has tokens, or one
-image where that is more).
+`Defaults` has vLLM's defaults that affect memory and batches: `config/cache.py` (`gpu_memory_utilization`,
+`DEFAULT_BLOCK_SIZE`), `engine/arg_utils.py` (`get_batch_defaults` of the OpenAI server), `platforms/cpu.py` (blocks of 128,
+one batch at once), `config/vllm.py` (`max_concurrent_batches`: two on a GPU, where scheduling is asynchronous),
+`config/scheduler.py` (the encoder cache holds as many embeddings as a batch has tokens, or one image if that is more).
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from vlmcompress.recipe.targets import Target
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What one decoder block caches on one device.
+    """The cache of one decoder block on one device.
 
     Attributes:
-        token_bytes: bytes of keys and values for each token; 0 for a recurrent block.
-        window: tokens that a sliding window sees; None: all.
-        state_bytes: bytes of the state of a sequence; 0 for attention.
-        heads: heads of keys on this device. Layers of unlike heads never share a group.
+        token_bytes: bytes of keys and values per token; 0 for a recurrent block.
+        window: length of the sliding window in tokens; None: full attention.
+        state_bytes: bytes of a sequence's state; 0 for attention.
+        heads: number of key heads on this device. Layers with different numbers never share a group.
     """
 
     token_bytes: int
@@ -54,7 +53,7 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a table of blocks: their number, the tokens of a block, the window, the states of a sequence."""
+    """Layers that share a block table: their number, tokens per block, the window, and states per sequence."""
 
     layers: int
     block: int
@@ -64,13 +63,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Pool:
-    """How the cache of a model is cut: groups of layers, and the bytes of one block of the pool."""
+    """The layout of a model's cache: groups of layers, and the bytes of one block of the pool."""
 
     groups: tuple[Group, ...]
     block_bytes: int
 
     def blocks(self, tokens: int, in_flight: int) -> int:
-        """Blocks that a request of so many tokens takes at most."""
+        """Most blocks that a request of `tokens` tokens takes."""
         count = 0
         for group in self.groups:
             if group.states:
@@ -86,30 +85,30 @@ class Pool:
         return self.blocks(tokens, in_flight) * self.block_bytes
 
     def requests(self, space: int, tokens: int, in_flight: int) -> Fraction:
-        """How many requests of so many tokens a pool of `space` bytes holds: what vLLM logs as maximum concurrency."""
+        """Number of requests of `tokens` tokens that fit into a pool of `space` bytes; vLLM logs it as maximum concurrency."""
         if not self.groups:
             return Fraction(0)
         return Fraction(max(space, 0) // self.block_bytes, self.blocks(tokens, in_flight))
 
     def capacity(self, space: int, tokens: int, in_flight: int) -> int:
-        """Tokens that vLLM logs as the size of its cache, where requests have up to `tokens` tokens."""
+        """The cache size in tokens that vLLM logs, if requests have up to `tokens` tokens."""
         return int(float(self.requests(space, tokens, in_flight)) * tokens)
 
 
 def tokens_bytes(layers: Sequence[CacheLayer], tokens: int) -> int:
-    """Bytes that `tokens` tokens fill, without rounding up to blocks: keys and values within each window, and states."""
+    """Bytes for `tokens` tokens without rounding up to blocks: keys and values within each window, and states."""
     return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
 
 
 def pool(layers: Sequence[CacheLayer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
-    """Cut the cache of these layers as vLLM does.
+    """Compute the cache layout of these layers as vLLM does.
 
     Args:
         layers: the decoder's blocks on one device.
-        block: tokens of a block that the engine begins with.
-        kernel: tokens that a block has to be a multiple of for the attention kernel.
-        prefix_caching: whether prefixes are cached: a recurrent layer then keeps two states.
-        drafts: tokens that are drafted at once: it keeps a state more for each.
+        block: the engine's initial number of tokens per block.
+        kernel: the attention kernel needs a multiple of this number of tokens per block.
+        prefix_caching: whether prefixes are cached; a recurrent layer then keeps two states.
+        drafts: number of tokens drafted at a time; a recurrent layer keeps one more state for each.
     """
     copies = 1 + prefix_caching + drafts
     states = max((layer.state_bytes for layer in layers), default=0)
@@ -123,8 +122,8 @@ def pool(layers: Sequence[CacheLayer], block: int, kernel: int, prefix_caching: 
     largest = max(pages.values(), default=0)
     if not largest:
         return Pool((), 0)
-    # What layers of one group have in common: tokens of a block, window, copies of a state, heads. A smaller page that
-    # divides the largest gets more tokens; else it is padded.
+    # Layers of one group share tokens per block, window, copies of a state, heads. A smaller page that divides the largest
+    # gets more tokens; otherwise it is padded.
     counts = Counter(
         (
             block * (largest // pages[layer] if largest % pages[layer] == 0 else 1) if layer.token_bytes else 0,
@@ -135,11 +134,11 @@ def pool(layers: Sequence[CacheLayer], block: int, kernel: int, prefix_caching: 
         for layer in layers
     )
     full = all(layer.window is None and layer.token_bytes for layer in layers)
-    if full or len(counts) == 1:  # unlike heads stay in one group, each with a page of its own
+    if full or len(counts) == 1:  # different heads stay in one group, with separate pages
         states = 0 if layers[0].token_bytes else copies
         return Pool((Group(len(layers), block, layers[0].window, states),), sum(pages[layer] for layer in layers))
-    # `v1/core/kv_cache_utils.py::_get_kv_cache_groups_uniform_page_size`: groups as long as the fewest layers of a kind, or as
-    # the most where these are less than half as many again, as padding then costs less than more groups.
+    # `v1/core/kv_cache_utils.py::_get_kv_cache_groups_uniform_page_size`: the group length is the smallest number of layers of
+    # a kind, or the largest if that is less than 1.5 times as many, as padding then costs less than more groups.
     length = min(counts.values())
     if max(counts.values()) < length * 1.5:
         length = max(counts.values())
@@ -158,10 +157,10 @@ class Defaults:
     """vLLM's defaults on a machine.
 
     Attributes:
-        block: tokens of a block; `kernel`: what its size is a multiple of.
-        batched: the most tokens of a step (`--max-num-batched-tokens`).
-        sequences: the most sequences of a step (`--max-num-seqs`).
-        batches: steps under way at once.
+        block: tokens per block; `kernel`: its size is a multiple of this.
+        batched: the most tokens per step (`--max-num-batched-tokens`).
+        sequences: the most sequences per step (`--max-num-seqs`).
+        batches: number of concurrent steps.
     """
 
     block: int = 16
@@ -171,7 +170,7 @@ class Defaults:
     batches: int = 2
 
     def in_flight(self, length: int) -> int:
-        """Tokens that are scheduled and not yet settled, at most, where sequences have up to `length` tokens."""
+        """Most tokens that are scheduled but not finished, for sequences of up to `length` tokens."""
         return self.batches * min(self.batched, self.sequences * length)
 
 
@@ -180,7 +179,7 @@ def defaults(target: Target | None, memory: float | None = None) -> Defaults:
     if target and target.is_cpu:
         return Defaults(block=128, kernel=32, batched=2048, sequences=128, batches=1)
     size = memory if memory is not None else (target.memory or 0) * 1e9 if target else 0
-    # 80 GB as sold are 79 to 80 GiB, and vLLM's limits are 70 and 160 GiB: figures as sold fall on the same side.
+    # 80 GB as advertised are 79 to 80 GiB, and vLLM's limits are 70 and 160 GiB, so advertised sizes give the same defaults.
     if size >= 160 * GIB:
         return Defaults(batched=16384, sequences=1024)
     if size >= 70 * GIB and target and not target.title.startswith("A100"):

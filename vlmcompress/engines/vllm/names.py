@@ -1,6 +1,6 @@
-"""Ask vLLM for the place of every tensor of a checkpoint before any weight is loaded.
+"""Check with vLLM where every tensor of a checkpoint is loaded, before any weight is.
 
-`models.unfound` says the same from tables, without vLLM.
+`models.unfound` predicts the same from tables, without vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment
 from vlmcompress.utils.messages import Finding
 
-TIMEOUT = 1800.0  # seconds in which vLLM must be imported, or a model built
+TIMEOUT = 1800.0  # seconds for importing vLLM, and for building a model
 ENGINE = replace(
     VLLM,
     name="vllm-names",
@@ -25,7 +25,7 @@ ENGINE = replace(
 
 
 def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """What vLLM makes of each folder, as `names_worker` says it, by the names given here; in one process."""
+    """Name of each folder -> the answer of `names_worker` for it; all in one process."""
     lines = [{"id": name, "folder": str(Path(folder).resolve())} for name, folder in folders.items()]
     first = next(iter(folders.values()))
     with contextlib.closing(ENGINE.events({}, lines, first, TIMEOUT, TIMEOUT)) as events:
@@ -33,7 +33,7 @@ def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def check_tensors(folder: Path) -> Finding:
-    """Whether vLLM takes all tensors of a checkpoint, and lacks none. UserError: vLLM can't be asked."""
+    """Check that vLLM uses all tensors of a checkpoint and misses none. Raises UserError if vLLM cannot be run."""
     placed = tensor_places({"": folder})[""]
     if "error" in placed:
         return Finding("names", False, f"vLLM can't build the model of {folder}: {placed['error']}")

@@ -1,12 +1,12 @@
-"""vLLM for `engines/worker.py`: where its own loading puts each tensor of a checkpoint.
+"""vLLM for `engines/worker.py`: the parameters into which vLLM loads each tensor of a checkpoint.
 
-The model is built without memory (on torch's meta device) and given the checkpoint's tensors, without their contents, one by
-one. A request is `{"id": name, "folder": path}`, its answer
+The model is built on torch's meta device, and the checkpoint's tensors, without contents, are loaded into it one by one. A
+request is `{"id": name, "folder": path}`, its answer
 
     {"class": of the model, "places": {tensor: [parameter, ...]}, "lost": {tensor: error}, "missing": [parameter, ...]}
 
-A tensor whose places are none is one that vLLM knows and leaves out, such as those of a tower's unused last layer. A checkpoint
-of which no model can be built gives `{"error": line}`. Imports only the standard library and what vLLM brings along.
+A tensor without places is one that vLLM deliberately skips, such as those of a tower's unused last layer. A checkpoint for
+which no model can be built gives `{"error": line}`. Imports only the standard library and vLLM's dependencies.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PACKAGE = "vllm"
 
 
 def start(job: dict):
-    """Return no engine, as only models are built, and a description. vLLM's layers ask process groups for their rank."""
+    """Return None as the engine, as only models are built, and a description. vLLM's layers need process groups."""
     import vllm
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.platforms import current_platform
 
-    # As `LLM` has it done by its worker (`v1/worker/gpu_worker.py::init_worker_distributed_environment`): groups of one.
+    # As vLLM's worker does for `LLM` (`v1/worker/gpu_worker.py::init_worker_distributed_environment`): groups of one.
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{job['requests']}.group", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
@@ -34,7 +34,7 @@ def start(job: dict):
 
 
 def answers(_, requests, job: dict):
-    """Yield the name of each folder with what vLLM makes of its tensors."""
+    """Yield the name of each folder with the places of its tensors."""
     for request in requests:
         try:
             yield request["id"], tensor_places(request["folder"])
@@ -44,7 +44,7 @@ def answers(_, requests, job: dict):
 
 
 def tensor_places(folder: str) -> dict:
-    """Where vLLM's own loading puts each tensor of a folder."""
+    """Find the parameters into which vLLM loads each tensor of a folder."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -60,15 +60,16 @@ def tensor_places(folder: str) -> dict:
     with set_current_vllm_config(config):
         with set_default_torch_dtype(dtype), torch.device("meta"):
             model = initialize_model(vllm_config=config)
-        # One tensor a call, so that an error names it; `load_weights` of all families takes any part of a checkpoint.
+        # One tensor per call, so that an error can be attributed; `load_weights` of all families accepts parts of a
+        # checkpoint.
         for name, tensor in tensors(folder):
             try:
                 places[name] = sorted(takers(model, name, tensor))
             except Exception as error:
                 lost[name] = line(error)
     loaded = {parameter for parameters in places.values() for parameter in parameters}
-    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading adds to `loaded` what a
-    # checkpoint need not have, then complains about the rest.
+    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading adds optional parameters to
+    # `loaded`, then raises for missing ones.
     with contextlib.suppress(ValueError):
         quantized = config.model_config.quantization is not None
         DefaultModelLoader(config.load_config).track_weights_loading(model, loaded, quantized=quantized)
@@ -77,12 +78,12 @@ def tensor_places(folder: str) -> dict:
 
 
 def takers(model, name: str, tensor):
-    """The parameters that take a tensor. Some are made on the engine's device whatever is asked for: they need contents."""
+    """The parameters that load a tensor. Some are always on the engine's device: they need contents."""
     import torch
 
     try:
         return model.load_weights([(name, tensor)])
-    except NotImplementedError:  # contents of tensors that have none
+    except NotImplementedError:  # the loader needs contents, which meta tensors lack
         return model.load_weights([(name, torch.zeros_like(tensor, device="cpu"))])
 
 
@@ -93,7 +94,7 @@ def tensors(folder: str):
     for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
-                yield name, stored.get_tensor(name).to("meta")  # mapped from the file, of which no page is read
+                yield name, stored.get_tensor(name).to("meta")  # memory-mapped, no page is read
 
 
 def line(error: Exception) -> str:

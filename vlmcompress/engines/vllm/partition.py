@@ -1,10 +1,10 @@
-"""Whether vLLM can share the quantized layers of a checkpoint out among devices (tensor parallelism).
+"""Whether vLLM can split the quantized layers of a checkpoint over devices (tensor parallelism).
 
-Of a layer whose inputs are split (`o`, `down`, `fc2`, ...) each of `n` devices has `in / n` columns, which must be whole
-groups of columns with one scale; of the others each has rows, where scales do not matter but in FP8 blocks of rows and
-columns. Sources: vLLM 0.32 `distributed/utils.py` (`verify_group_size_divides_partition`), `quantization/utils/fp8_utils.py`
-(`validate_fp8_block_shape`), `compressed_tensors_wNa16.py` (scales per row are copied to all devices). Kernels of a target
-have to take what one device has.
+If a layer's inputs are split (`o`, `down`, `fc2`, ...), each of `n` devices has `in / n` columns, which must be whole scale
+groups; of other layers each device has rows, which only matters for FP8 blocks of rows and columns. Sources: vLLM 0.32
+`distributed/utils.py` (`verify_group_size_divides_partition`), `quantization/utils/fp8_utils.py` (`validate_fp8_block_shape`),
+`compressed_tensors_wNa16.py` (scales per row are copied to all devices). The target's kernels must support the part of one
+device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vlmcompress.numerics import Scheme, label
 from vlmcompress.recipe import targets
 from vlmcompress.recipe.targets import Target
 
-SIZES = (128, 64, 32)  # sizes of groups that vLLM's kernels for NVIDIA GPUs have, besides one scale per row
+SIZES = (128, 64, 32)  # group sizes of vLLM's kernels for NVIDIA GPUs, besides one scale per row
 DEVICES = (1, 2, 4, 8)
-"""Numbers of devices that launch files choose from."""
+"""Numbers of devices for launch files."""
 Shape = tuple[int, int]
 
 
@@ -36,7 +36,7 @@ class FusedLayer:
     Attributes:
         group: the layers; `shapes`: `(out, in)` of each.
         scheme: their number formats; None: 16 bits.
-        head: rows of one head of attention, of which a device has at least one; 1 in other layers.
+        head: rows of one attention head, as a device has at least one head; 1 in other layers.
     """
 
     group: Group
@@ -50,13 +50,13 @@ class FusedLayer:
         return self.shapes[0][1]
 
     def share(self, devices: int) -> tuple[list[int], int]:
-        """Rows of each layer, and columns, that one of several devices has."""
+        """Rows of each layer, and columns, on one of `devices` devices."""
         rows = [max(self.head, out // devices) if self.group.split == "outputs" else out for out, _ in self.shapes]
         return rows, self.inputs // devices if self.group.split == "inputs" else self.inputs
 
 
 def fused_layers(model: nn.Module, groups: Iterable[Group], schemes: Mapping[str, Scheme]) -> list[FusedLayer]:
-    """The layers of groups, those of equal shapes and formats once.
+    """The fused layers of groups, without duplicates of equal shapes and formats.
 
     Args:
         model: the model, shapes only; `schemes`: quantized linear layer (memory name) -> its number formats.
@@ -73,7 +73,7 @@ def fused_layers(model: nn.Module, groups: Iterable[Group], schemes: Mapping[str
 
 
 def fits(layer: FusedLayer, devices: int) -> bool:
-    """Whether no group of a layer's columns, and no block of its weights, is torn."""
+    """Whether the split divides no scale group and no block of a layer."""
     weights = layer.scheme.weights if layer.scheme else None
     if weights is None or weights.group <= 0:
         return True
@@ -87,9 +87,9 @@ def fits(layer: FusedLayer, devices: int) -> bool:
 
 
 def fitting_size(layers: Iterable[FusedLayer], devices: int) -> int | None:
-    """The largest size of groups, below the layers' own, that no layer is torn in; -1: one scale per row; None: none helps.
+    """The largest group size, below the current one, that the split does not divide; -1: one scale per row; None: none.
 
-    NVFP4 has groups of 16 and FP8 blocks of 128 x 128, which no option changes.
+    NVFP4's groups of 16 and FP8's blocks of 128 x 128 cannot be changed by an option.
     """
     quantized = [layer for layer in layers if layer.scheme and layer.scheme.weights.group > 0]
     formats = {layer.scheme.weights for layer in quantized if layer.scheme}
@@ -102,7 +102,7 @@ def fitting_size(layers: Iterable[FusedLayer], devices: int) -> int | None:
 
 
 def partition_problem(layers: Sequence[FusedLayer], devices: int, target: str | None = None) -> str | None:
-    """Why vLLM cannot share layers out among `devices`, and what to do; None where it can."""
+    """Why vLLM cannot split layers over `devices` devices, and what to do; None if it can."""
     torn = next((layer for layer in layers if not fits(layer, devices)), None)
     if torn is not None and torn.scheme:
         rows, columns = torn.share(devices)
@@ -122,7 +122,7 @@ def partition_problem(layers: Sequence[FusedLayer], devices: int, target: str | 
 
 
 def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Scheme], devices: int) -> str | None:
-    """Why vLLM cannot split a model's vision tower; None where it can, or gives every device the whole of it.
+    """Why vLLM cannot split a model's vision tower; None if it can, or replicates it on every device.
 
     Args:
         model: the model, shapes only; `schemes`: quantized linear layer (memory name) -> its number formats.
@@ -139,19 +139,19 @@ def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Schem
 
 
 def device_counts(layers: Sequence[FusedLayer], limit: Iterable[int] = DEVICES) -> list[int]:
-    """Numbers of devices, of those in `limit`, that layers can be split among without a group being torn."""
+    """The numbers of devices in `limit` over which the layers can be split without dividing a group."""
     return [devices for devices in limit if all(fits(layer, devices) for layer in layers)]
 
 
 def stored_layers(path: Path) -> list[FusedLayer]:
-    """The decoder's layers of the quantized checkpoint in a folder. Raises `UserError` for one that is not read."""
+    """The decoder's layers of the quantized checkpoint in a folder. Raises `UserError` if it cannot be read."""
     with models.quiet_transformers():
         stored = Stored.of(path)
     return fused_layers(stored.meta_model, models.resolve_groups(stored.meta_model, stored.spec), stored.schemes)
 
 
 def _limit_problem(layers: Sequence[FusedLayer], devices: int, machine: Target) -> str | None:
-    """Why a machine's kernels do not take what one device has of a layer; None where they do."""
+    """Why a machine's kernels do not support one device's part of a layer; None if they do."""
     for layer in layers:
         limit = machine.limits.get(targets.format_key(layer.scheme).removesuffix("-static"))
         if layer.scheme is None or layer.group.expert is not None or limit is None:
@@ -164,7 +164,7 @@ def _limit_problem(layers: Sequence[FusedLayer], devices: int, machine: Target) 
 
 
 def _instead(layers: Sequence[FusedLayer], torn: FusedLayer, devices: int) -> str:
-    """What does not tear a layer: the largest size of groups that fits, fewer devices, or experts that stay whole."""
+    """Alternatives that do not divide a group: a smaller group size, fewer devices, or expert parallelism."""
     size, fewer = fitting_size(layers, devices), device_counts(layers, (n for n in DEVICES if n < devices))
     about = " (one scale per row, which costs accuracy below 8 bits)" if size == -1 else ""
     sizes = [f"quantize with --set options.group_size={size}{about}"] if size else []

@@ -5,8 +5,8 @@
     with server("OUT", flags=["--no-enable-prefix-caching"]) as running:
         requests.get(f"{running.url}/v1/models")
 
-The flags are plain `vllm serve` flags and are printed, so that they can be taken elsewhere, with a line for each that
-grants or forbids something; whatever the user adds after `--` comes last and wins.
+The flags are plain `vllm serve` flags and are printed, so that they can be used elsewhere, with a line for each flag that
+permits or forbids something; flags that the user adds after `--` come last and win.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
-TRUST = "--trust-request-mm-kwargs"  # without it vLLM answers requests that have `mm_processor_kwargs` with status 400
+TRUST = "--trust-request-mm-kwargs"  # without it vLLM rejects requests with `mm_processor_kwargs` (status 400)
 HOST = "127.0.0.1"
 AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
@@ -49,7 +49,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json
 # else in the checkpoint depends on them: without the flags the tower computes in 16 bits.
 VISION_SCALES = "vision_attention_scales.json"
 VISION_SCALES_FLAG = "--mm-encoder-fp8-scale-path"
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has nothing to do with this machine
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for this machine
 
 
 def serve(model: str | Path, *, host: str = HOST, port: int = 8000, **settings: Any) -> None:
@@ -60,8 +60,8 @@ def serve(model: str | Path, *, host: str = HOST, port: int = 8000, **settings: 
         settings: see `arguments_of`.
 
     Raises:
-        UserError: no such checkpoint, one whose reducer vLLM does not serve, no engine, the port is taken, or speculation
-            that the checkpoint or the engine can't do.
+        UserError: there is no such checkpoint, vLLM does not serve its reducer, there is no engine, the port is taken, or
+            checkpoint or engine do not support the speculation.
     """
     model = Path(model)
     if (model / "openvino_language_model.xml").is_file():
@@ -78,7 +78,7 @@ def serve(model: str | Path, *, host: str = HOST, port: int = 8000, **settings: 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `name`: the model's name there; `log_path`: its log; `pid`: its process, which leads a session."""
+    """A running server. `name`: the model's name there; `log_path`: its log; `pid`: its process, which leads its session."""
 
     url: str
     name: str
@@ -102,13 +102,13 @@ def vllm_server(
     Args:
         model: checkpoint folder.
         port: port to listen on; None: a free one.
-        flags: further flags of `vllm serve`; they win over the ones found for the checkpoint.
-        timeout: seconds until the server must answer.
+        flags: further flags of `vllm serve`; they override the checkpoint's.
+        timeout: seconds within which the server must answer.
         settings: see `arguments_of`.
-        log: file for the server's log, overwritten; None: a temporary one, gone when the block ends.
+        log: file for the server's log, overwritten; None: a temporary one, deleted at the end.
 
     Raises:
-        UserError: no such checkpoint, no engine, the port is taken, or the server does not come up.
+        UserError: there is no such checkpoint or no engine, the port is taken, or the server does not start.
     """
     model, port = Path(model), port or free_port()
     check_port(HOST, port)
@@ -129,7 +129,7 @@ def vllm_server(
 
 
 def wait(running: subprocess.Popen, model: Path, url: str, timeout: float, log: Path, title: str) -> None:
-    """Wait until a server answers at `/health`. Raises UserError where it ends before, or takes `timeout` seconds."""
+    """Wait until a server answers at `/health`. Raises UserError if it ends before that, or after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not _healthy(url):
         if (code := running.poll()) is not None:
@@ -170,7 +170,7 @@ def arguments_of(
 
     Args:
         model: checkpoint folder.
-        images, videos: the most in one request.
+        images, videos: the most images and videos per request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
         speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         extra: further flags of `vllm serve`, which come last and win.
@@ -217,8 +217,8 @@ def arguments_of(
 
 
 def line_of(arguments: Sequence[str]) -> str:
-    """The line that starts the same server by vLLM's own command: with the variables that this process would set for it, and on
-    a CPU with what `server.py` adds."""
+    """The command line that starts the same server with vLLM's own command, including environment variables and, on a CPU, the
+    flags that `server.py` adds."""
     cpu = installed().cpu
     chosen = {EAGER, f"--no-{EAGER[2:]}", "--compilation-config", "-cc"} & {
         flag.partition("=")[0] for flag in arguments
@@ -233,7 +233,7 @@ def line_of(arguments: Sequence[str]) -> str:
 
 
 def remarks(arguments: Sequence[str]) -> list[str]:
-    """Explain flags found for a checkpoint that grant or forbid something and that the user did not set: a line each."""
+    """Explain a checkpoint's flags that permit or forbid something and that the user did not set, one line each."""
     names, lines = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
         lines.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
@@ -253,7 +253,7 @@ def remarks(arguments: Sequence[str]) -> list[str]:
 
 
 def vision_attention_flags(model: Path) -> list[str]:
-    """Flags of `vllm serve` for FP8 attention in the vision tower, by the checkpoint's scales; FLASHINFER is Blackwell's."""
+    """Flags of `vllm serve` for FP8 attention in the vision tower with the checkpoint's scales; FLASHINFER needs Blackwell."""
     flags = ["--mm-encoder-attn-backend", "FLASHINFER", "--mm-encoder-attn-dtype", "fp8"]
     return [*flags, VISION_SCALES_FLAG, str(model / VISION_SCALES)]
 
@@ -270,7 +270,7 @@ JSON"""
 
 
 def _reducer(model: Path, config: dict) -> ReducerChoice | None:
-    """The reducer that a checkpoint carries, if any. UserError where vLLM would refuse it, as vLLM shows a traceback."""
+    """The reducer that a checkpoint carries, if any. UserError if vLLM would refuse it, as vLLM would show a traceback."""
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(support.PREFIX) for name in names):
         return None
@@ -290,7 +290,7 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
 
 
 def _tools(model: Path, config: dict) -> list[str]:
-    """Flags with which requests may bring tools, where the chat template shows them to the model in the family's form."""
+    """Flags that enable tools in requests, if the chat template presents them to the model in the family's format."""
     texts = [
         (model / name).read_text(encoding="utf-8", errors="replace") for name in TEMPLATES if (model / name).is_file()
     ]
@@ -308,7 +308,8 @@ def _tools(model: Path, config: dict) -> list[str]:
 
 
 def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
-    """Raise `UserError` where flags of `vllm serve` share a checkpoint out among devices that tear groups of its weights."""
+    """Raise `UserError` if the flags of `vllm serve` split a checkpoint over devices in a way that divides its scale
+    groups."""
     count = speculation.last_setting(extra, ("--tensor-parallel-size", "-tp")) or ""
     if not config.get("quantization_config") or not count.isdecimal() or int(count) < 2:
         return
@@ -317,7 +318,7 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
     try:
         layers = partition.stored_layers(model)
     except UserError:
-        return  # another tool's, of a format that is not read: vLLM says what it can do with it
+        return  # another tool's format that is not read here: left to vLLM
     if {"--enable-expert-parallel", "-ep"} & set(extra):
         layers = [layer for layer in layers if layer.group.expert is None]
     if problem := partition.partition_problem(layers, int(count)):
@@ -327,10 +328,9 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
 def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a context longer than the model's, which vLLM refuses with a traceback.
 
-    Positions that a config scales (YaRN, dynamic RoPE, ...) are vLLM's to work out; VLLM_ALLOW_LONG_MAX_MODEL_LEN is its way
-    out.
+    Scaled positions (YaRN, dynamic RoPE, ...) are left to vLLM; VLLM_ALLOW_LONG_MAX_MODEL_LEN disables the check.
     """
-    # vLLM 0.32 `config/model.py::_get_and_verify_max_len` raises a ValueError, in whose traceback the reason is the last line.
+    # vLLM 0.32 `config/model.py::_get_and_verify_max_len` raises a ValueError, the reason is the last line of its traceback.
     text = config.get("text_config") or config
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaled = any(scaling.get(key) not in (None, "default", "mrope") for key in ("rope_type", "type"))

@@ -1,6 +1,6 @@
-"""A model to be served, as its folder shows it without a weight being read: from config.json, and headers where there are any.
+"""A model to be served, described without reading weights: from config.json, and from headers if there are weight files.
 
-Its decoder is described by what each of its blocks caches on one of several devices.
+Its decoder is described by the cache of each block on one of several devices.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Attention:
     window: int | None = None
 
     def token_bytes(self, width: int, scale: int = 0, tp: int = 1) -> int:
-        """Bytes of a token's keys and values on one of `tp` devices: numbers of `width` bytes, and a scale for each head.
+        """Bytes of a token's keys and values on one of `tp` devices: numbers of `width` bytes, and `scale` bytes per head.
 
-        A device has at least one head of keys: where there are more devices than heads, some hold copies.
+        A device has at least one key head: with more devices than heads, some hold copies.
         """
         return 2 * max(1, self.kv_heads // tp) * (self.head_dim * width + scale)
 
@@ -52,7 +52,7 @@ class Attention:
 class State:
     """State of a recurrent block for each sequence: (entries, bytes of one) of each of its parts.
 
-    The first part is of a convolution, and has `drafted` entries more for each token that is drafted.
+    The first part belongs to a convolution, and has `drafted` more entries per drafted token.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -62,14 +62,14 @@ class State:
 
 @dataclass(frozen=True)
 class ServedDecoder:
-    """A decoder: its blocks in order, None for one that caches nothing of its own, and what a serving engine asks of it.
+    """A decoder: its blocks in order (None for one without its own cache), and facts for a serving engine.
 
     Attributes:
-        context: longest context, in tokens; None where the config does not say.
-        itemsize: bytes of one number of the cache in the model's own type; an engine loads float32 as 16 bits.
-        experts: experts of a block, 0 without any; `active`: how many of them a token takes.
-        intermediates: widths of the MLP, and of an expert where there are any; 0 for an MLP that no block has.
-        shared: width of the expert that all tokens take; 0 without one.
+        context: longest context, in tokens; None if the config does not say.
+        itemsize: bytes of one number of the cache in the model's dtype; an engine loads float32 as 16 bits.
+        experts: experts per block, 0 without any; `active`: number of experts per token.
+        intermediates: widths of the MLP, and of an expert if there are any; 0 if no block has an MLP.
+        shared: width of the shared expert; 0 without one.
     """
 
     blocks: tuple[Attention | State | None, ...]
@@ -82,12 +82,12 @@ class ServedDecoder:
     shared: int = 0
 
     def layers(self, tp: int, width: int | None = None, scale: int = 0, drafts: int = 0) -> list[CacheLayer]:
-        """What each block caches on one of `tp` devices.
+        """The cache of each block on one of `tp` devices.
 
         Args:
-            width: bytes of a number; None: those of the model's own type.
-            scale: bytes of a scale that each token has for each head's keys, and for its values.
-            drafts: tokens that are drafted at once.
+            width: bytes of a number; None: that of the model's dtype.
+            scale: bytes of a scale per token and head, for keys and for values; 0 without scales.
+            drafts: number of tokens drafted at a time.
         """
         layers = []
         for block in self.blocks:
@@ -101,7 +101,7 @@ class ServedDecoder:
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse, with a `UserError`, a config.json whose text model has counts that cannot be."""
+    """Raise `UserError` for a config.json with impossible counts in its text model."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise UserError(f"{file}: text_config is no mapping; restore it from the source")
@@ -133,7 +133,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def describe(model: PreTrainedModel) -> ServedDecoder:
-    """Describe the decoder of a model, one on the meta device will do."""
+    """Describe the decoder of a model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
     blocks = list(model.get_decoder().layers)
     sliding = getattr(config, "sliding_window", None)
@@ -175,7 +175,7 @@ def tp_problem(decoder: ServedDecoder, tp: int) -> str | None:
 
 
 def tp_refusal(decoder: ServedDecoder, tp: int) -> str | None:
-    """`tp_problem` as a line for users, with the numbers of devices that do; None where there is no problem."""
+    """`tp_problem` as a message, with the numbers of devices that work; None if there is no problem."""
     problem = tp_problem(decoder, tp)
     fine = ", ".join(map(str, tp_choices(decoder))) if problem else ""
     return f"--tp {tp} does not go with {problem}; use one of {fine}" if problem else None
@@ -206,7 +206,7 @@ def _block(block: nn.Module, kind: str, config: Any, window: int | None, itemsiz
 
 
 def _delta_net(config: Any, itemsize: int) -> State:
-    """State of a Gated DeltaNet block: the last inputs of its convolution, and a matrix for each head of values.
+    """State of a Gated DeltaNet block: the last inputs of its convolution, and a matrix per value head.
 
     Source: vLLM 0.32 `model_executor/layers/mamba/mamba_utils.py`, `gated_delta_net_state_shape`. The matrices have the type
     `mamba_ssm_dtype`, which released models name (float32), or the model's own; without it vLLM stores float32 on a processor
@@ -232,12 +232,12 @@ class ServedModel:
         config: the content of config.json.
         meta_model: the model on the meta device, shapes only.
         decoder: its decoder.
-        stored: tensor -> type and shape: those on disk, or those that the config asks for.
+        stored: tensor -> type and shape, from disk or derived from the config.
         headers: whether there are weight files.
-        spec: its family; None: one that this package does not know, whose weights stay as they are.
-        pictures: the family by whose rule images become tokens; None: not known. That of Qwen3-VL for all with its tower.
-        source: the checkpoint for `planning`; None where nothing can be planned, as it is quantized or of no known family.
-        quantized: the method that it is quantized with already; empty: none.
+        spec: its family; None: unknown to this package, so its weights are not quantized.
+        pictures: the family whose rule determines visual tokens (Qwen3-VL for all models with its tower); None: unknown.
+        source: the checkpoint for planning; None if it is quantized or its family is unknown.
+        quantized: its quantization method; empty: none.
     """
 
     path: Path
@@ -252,14 +252,14 @@ class ServedModel:
     quantized: str = ""
 
     def tower_problem(self, devices: int) -> str | None:
-        """Why vLLM cannot split the vision tower over devices; None where it can, or the family is not known."""
+        """Why vLLM cannot split the vision tower over devices; None if it can, or if the family is unknown."""
         if devices == 1 or self.spec is None:
             return None
         return partition.tower_problem(self.meta_model, self.spec, {}, devices)
 
 
 def read_served_model(path: Path) -> ServedModel:
-    """Open the model in a folder. Raises `UserError` for a config that cannot be."""
+    """Open the model in a folder. Raises `UserError` for an invalid config."""
     weights = has_weights(path)
     config = models.read_config(path, weights)
     check_config(config, path / "config.json")
@@ -285,7 +285,9 @@ def read_served_model(path: Path) -> ServedModel:
         tied = models.tied_names(meta_model)
         stored = {name: Spec.of(tensor) for name, tensor in meta_model.state_dict().items() if name not in tied}
     pictures = spec
-    for other in models.all_specs() if spec is None else ():  # whose tower an unknown model has, by its blocks' class
+    for other in (
+        models.all_specs() if spec is None else ()
+    ):  # identify an unknown model's tower by the class of its blocks
         with contextlib.suppress(AttributeError, IndexError):
             blocks: Any = meta_model.get_submodule(other.vision_layers)
             if other.tower_blocks and other.tower_blocks in type(blocks[0]).__name__:

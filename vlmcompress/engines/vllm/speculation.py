@@ -1,9 +1,9 @@
 """Speculative decoding in vLLM: its JSON setting checked against a checkpoint and an engine, before either is started.
 
-Methods are those of vLLM 0.32 and 0.33 (`config/speculative.py`), of which the latter has no `medusa` any more. `ngram`
-proposes what followed the same words before, in the prompt or the answer; `suffix` does so for all requests that it remembers,
-by a package of its own; `mtp` asks the head that a checkpoint carries; all others a draft model in a folder. Whatever is
-proposed, greedy answers stay what they are but for rounding.
+Methods are those of vLLM 0.32 and 0.33 (`config/speculative.py`); 0.33 has no `medusa`. `ngram` proposes what followed the
+same words earlier in the prompt or the answer; `suffix` does so across requests, with a separate package; `mtp` uses the
+checkpoint's draft head; all others use a draft model in a folder. Greedy answers do not depend on the proposals, except for
+rounding.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FLAG = "--speculative-config"
 _FLAGS = (FLAG, "-sc")
 _ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
 _DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
-LEAST_BLOCK = 32  # of the CPU build
-MEDUSA_ENDS = (0, 33)  # the version of vLLM that has no Medusa any more
+LEAST_BLOCK = 32  # smallest block size of the CPU build
+MEDUSA_ENDS = (0, 33)  # first version of vLLM without Medusa
 
 
 def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | None:
-    """The value of the last `--speculative-config` (or of another flag by its names) for `vllm serve`; None: there is none."""
+    """The value of the last `--speculative-config` (or of the flag with these `names`) in `flags`; None if there is none."""
     setting = None
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
@@ -45,8 +45,8 @@ def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
     """Read the JSON of `--speculative-config` for a checkpoint. A draft folder becomes an absolute path.
 
     Raises:
-        UserError: it is no JSON object, an unknown method, or one for which a number, the head, the folder, a package or a
-            kernel is missing.
+        UserError: it is not a JSON object, the method is unknown, or a number, the head, the folder, a package or a kernel
+            that it needs is missing.
     """
     try:
         config = json.loads(text)
@@ -81,7 +81,8 @@ def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
 def speculative_flags(model: Path, text: str) -> list[str]:
     """The flags of `vllm serve` for the JSON of `--speculative-config`, checked.
 
-    vLLM's CPU build has blocks of 128 tokens by default, and most images have none that a draft could leave out.
+    vLLM's CPU build has blocks of 128 tokens by default; most images do not contain a whole block that a draft could leave
+    out.
     """
     from vlmcompress.export import draft_folder  # which brings torch along
 
@@ -95,7 +96,7 @@ def speculative_flags(model: Path, text: str) -> list[str]:
 
 
 def _folder(method: str, model: Any) -> str:
-    """The absolute path of a draft model's folder; of an id on the Hub that of its copy, which is fetched first."""
+    """The absolute path of a draft model's folder; an id on the Hub is downloaded first."""
     if not isinstance(model, str) or not model:
         raise UserError(f'{FLAG}: method {method} needs a model; name the draft model\'s folder as "model"')
     model = hub.local(model)
@@ -107,24 +108,24 @@ def _folder(method: str, model: Any) -> str:
 
 
 def _is_medusa(method: str, config: dict[str, Any]) -> bool:
-    """Whether Medusa's heads draft: by the method, or by the folder, as vLLM 0.32 has to find the method out by itself."""
+    """Whether the draft is Medusa's: by the method or, if that is not given, by the folder, as vLLM 0.32 does."""
     if method == "medusa" or method not in _DRAFTED:
         return method == "medusa"
     try:
         return json_files.read(Path(config["model"], "config.json")).get("model_type") == "medusa"
     except (OSError, ValueError, AttributeError):
-        return False  # vLLM says what it can do with it
+        return False  # left to vLLM
 
 
 def _check_model(model: Path, method: str, cpu: bool) -> None:
-    """Refuse a method that the checkpoint has no head for, or whose kernels a CPU lacks for its decoder."""
+    """Raise `UserError` if the checkpoint has no head for the method, or if the CPU build has no kernel for its decoder."""
     from vlmcompress import models  # which brings torch along
 
     config = models.read_config(model, weights=False)
     try:
         spec = models.spec_for(config)
     except UserError:
-        return  # a family that is not ours: vLLM says what it can do with it
+        return  # an unknown family: left to vLLM
     if method == "mtp":
         specs = {name: entry.spec for name, entry in models.stored_tensors(model).items()}
         problem = models.draft_fault(spec, config, specs) or models.draft_lost(spec, config, specs)

@@ -1,9 +1,9 @@
 """The vLLM engine that `engines/worker.py` loads, for answers and for timed bursts. Imports the standard library and vLLM only.
 
-A job with `settings` (those of `engines.Settings`) has conversations answered. A job with `bursts` (tokens of an answer) has
-`options` of `vllm.LLM`, and its requests are bursts, `{"id": ..., "messages": [conversation, ...]}`, each given to `LLM.chat`
-at once; the answer has the seconds of the whole call (chat templates, images and their processing included) and the engine's
-token counts.
+A job with `settings` (those of `engines.EngineSettings`) has requests with one conversation each. A job with `bursts` (tokens
+per answer) has `options` for `vllm.LLM`, and its requests are bursts, `{"id": ..., "messages": [conversation, ...]}`, each
+passed to one call of `LLM.chat`; the answer has the seconds of the call (including chat templates and image processing) and
+the engine's token counts.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def start(job: dict):
 
 
 def answers(llm, requests, job: dict):
-    """Yield greedy answers as they are finished. vLLM stops at the generation config's end tokens by itself.
+    """Yield greedy answers as they finish. vLLM itself stops at the generation config's end tokens.
 
-    Twice as many requests as can be in flight are kept in the engine, so that it never waits for one. Refused requests are
-    reported when the others are answered; where too many are refused, when those before the last one are.
+    The engine holds twice as many requests as can be in flight, so that it never waits. Refused requests are reported after
+    all others are answered; if too many are refused, after those before the last refusal.
     """
     if "bursts" in job:
         yield from bursts(llm, requests, job)
@@ -64,13 +64,13 @@ def answers(llm, requests, job: dict):
 
     settings = job["settings"]
     most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-    names: dict[str, str] = {}  # the engine's name of a request -> ours
+    names: dict[str, str] = {}  # the engine's request id -> ours
     refused = []
     for request in requests:
         limit = request["max_tokens"] or settings["max_tokens"]
         sampling = SamplingParams(temperature=0.0, max_tokens=limit, logprobs=settings["logprobs"] or None)
         try:
-            # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises for one that is refused.
+            # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises if it is refused.
             (name,) = llm.enqueue_chat([request["messages"]], sampling, use_tqdm=False)
         except Exception as error:
             refused.append((request["id"], error))
@@ -88,8 +88,8 @@ def answers(llm, requests, job: dict):
 
 
 def step(llm, names: dict[str, str]):
-    """Run the engine for a step and yield the answers that it finished, taking them out of `names`."""
-    # vllm/v1/engine/llm_engine.py::LLMEngine.step: `LLM.chat` would give no answer before all are there.
+    """Run the engine for one step and yield finished answers, removing them from `names`."""
+    # vllm/v1/engine/llm_engine.py::LLMEngine.step: `LLM.chat` would return only when all answers are finished.
     for output in llm.llm_engine.step():
         if not output.finished:
             continue
@@ -133,7 +133,7 @@ def bursts(llm, requests, job: dict):
 
 
 def counters(llm) -> dict[str, float]:
-    """vLLM's counters of speculative decoding so far, by name; none without it."""
+    """vLLM's counters of speculative decoding, by name; empty without it."""
     if llm.llm_engine.vllm_config.speculative_config is None:
         return {}
     totals: dict[str, float] = {}

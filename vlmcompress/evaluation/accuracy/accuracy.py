@@ -50,9 +50,9 @@ class EvalOptions:
     Attributes:
         engine, baseline_engine: the engines of the candidates and of the baseline.
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
-        margin: suite -> allowed drop; "" stands for all other suites.
-        score: how answers to plain data are scored, see `free_answers.checked`.
-        journal: file that keeps answers as they come; an interrupted run goes on from there, unless it is to `restart`.
+        margin: suite -> allowed drop; "" for all other suites.
+        score: how answers to plain data are scored, see `free_answers.check_score`.
+        journal: file to which answers are appended as they arrive; an interrupted run resumes from it unless `restart` is set.
         reading: how rows of plain data are read.
     """
 
@@ -90,8 +90,8 @@ def evaluate_all(
     """Compare each of several candidates with one baseline, which answers once.
 
     Args:
-        candidates: checkpoint folders or ids on the Hub, or names that the engine's server knows.
-        baseline: a checkpoint or served name, too, or the report (folder or `results.json`) of an earlier evaluation.
+        candidates: checkpoint folders, ids on the Hub, or names of models on the engine's server.
+        baseline: one of these, or the report (folder or `results.json`) of an earlier evaluation.
         suites: see `tasks.load_suite`; None is the default suite.
         data: local copy of the suites' data.
 
@@ -116,7 +116,7 @@ def evaluate_all(
         for name in suites or [None]
     ]
     named = free_answers.check_score(options.score, loaded)
-    # From the report first: where it lacks a suite, that is said before an engine starts.
+    # Replay the report first, so that a missing suite fails before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:
         journal = (
@@ -134,7 +134,7 @@ def evaluate_all(
 
 
 def described(model: str | Path, engine: Engine, reduce: str | None = None) -> Side:
-    """Describe a model as the results of its evaluation will, before it answers; or the baseline of earlier results.
+    """The description of a model in the results of its evaluation, before it answers; or the baseline of earlier results.
 
     Args:
         reduce: the reducer to attach to it, `METHOD:KEEP`; None: none.
@@ -172,7 +172,7 @@ def _results(
             summary = summary.model_copy(
                 update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
             )
-        if recorded:  # replayed answers do not say where they were cut off
+        if recorded:  # replayed answers do not record whether they were cut off
             cut_off = _suite(recorded, suite.name).cut_off[0]
             summary = summary.model_copy(update={"cut_off": (cut_off, summary.cut_off[1])})
         suites.append(summary)
@@ -266,7 +266,7 @@ def summarise(
 
 
 def _recorded(baseline: str | Path) -> Results | None:
-    """The earlier results that `baseline` names; None if it names a checkpoint."""
+    """The earlier results at the path `baseline`; None if it is a checkpoint."""
     path = Path(baseline)
     is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
     return load_results(path) if path.suffix == ".json" or is_report else None
@@ -281,7 +281,7 @@ def _suite(recorded: Results, name: str) -> Suite:
 
 
 def _replay(recorded: Results, name: str) -> SuiteAnswers:
-    """The baseline's answers in an earlier report, which lack token probabilities."""
+    """The baseline's answers in an earlier report, which have no token probabilities."""
     samples = tuple(
         AnsweredQuestion(
             id=s.id,

@@ -1,8 +1,8 @@
 """One checkpoint's answers to a suite: lm-eval builds prompts and scores, an engine answers, a journal keeps the answers.
 
-An answer's key in the journal is a SHA-256 of everything that decides it: the checkpoint's files, the engine, the messages with
-their images' contents, and the limits. Stop strings are not in it: they are cut from the answer afterwards. So one journal
-serves any number of checkpoints and suites.
+An answer's key in the journal is a SHA-256 of everything that it depends on: the checkpoint's files, the engine, the messages
+with their images' contents, and the limits. Stop strings are not included, as answers are cut at them afterwards. So one
+journal serves any number of checkpoints and suites.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vlmcompress.utils.work_folder import Journal
 REFUSED = 0.1
 """The share of a suite's samples that an engine may refuse."""
 
-SEPARATOR = " | "  # between several reference answers, where they are one text
-SETTINGS = ("max_model_len", "dtype", "logprobs")  # next to max_tokens, those that an answer depends on
+SEPARATOR = " | "  # between several reference answers in one string
+SETTINGS = ("max_model_len", "dtype", "logprobs")  # besides max_tokens, those that an answer depends on
 _ANSWER = TypeAdapter(Answer)
 
 
@@ -40,8 +40,8 @@ class AnsweredQuestion:
     Attributes:
         expected: the reference answer, or several joined by `SEPARATOR`.
         text: the answer, cut at the task's stop strings.
-        score: in 0 to 1; 0 where no answer could be parsed from the text (`parsed` is False), or where it was refused.
-        image: name of the images or videos that the question is about, equal for equal images.
+        score: in 0 to 1; 0 if no answer could be parsed from the text (`parsed` is False), or if the engine refused it.
+        image: identifier of the question's images or videos, equal for equal images.
     """
 
     id: str
@@ -60,10 +60,10 @@ class SuiteAnswers:
     """A checkpoint's answers to a suite, in the suite's order.
 
     Attributes:
-        sha256: hash of all questions; equal for two checkpoints that got the same ones.
+        sha256: hash of all questions, to check that two checkpoints got the same ones.
         metrics: task -> metric -> value, as lm-eval aggregates them.
         engine: the engine's description of itself.
-        seconds: seconds that the engine took to answer, without its start.
+        seconds: time that the engine took to answer, without its start.
         resumed: number of answers that came from the journal.
     """
 
@@ -84,12 +84,12 @@ def ask_suite(
     progress: Progress | None = None,
     label: str = "answering",
 ) -> SuiteAnswers:
-    """Ask a checkpoint all questions of a suite that the journal has no answer to.
+    """Answer all questions of a suite with a checkpoint; answers in the journal are reused.
 
     Args:
         model: checkpoint folder, or its name on the server.
-        settings: settings of the engine; the length of answers is not among them, as the task decides it.
-        journal: journal that keeps the answers as they come; None: they are not kept.
+        settings: settings of the engine, except for the length of answers, which the task decides.
+        journal: journal to which answers are appended as they arrive; None: they are not kept.
         progress: called with (label, done, total).
 
     Raises:
@@ -104,7 +104,7 @@ def ask_suite(
         answer = _JournalledEngine(model, engine, settings or EngineSettings(), journal, progress, label, Path(media))
         lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
         for task in suite.tasks.values():
-            # As lm-eval's `evaluator.py::simple_evaluate` does before it calls `evaluate`, which takes no None.
+            # As in lm-eval's `evaluator.py::simple_evaluate` before `evaluate`, which does not accept None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
             task.set_fewshot_seed(suite.seed)
         with quiet_lm_eval():
@@ -157,7 +157,7 @@ def identify(model: str | Path, engine: str) -> Identity:
 
 
 def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
-    """The key that an answer is filed under. Images are named by content (`lm.write_image`), so their folder is left out."""
+    """The journal key of an answer. Images are named by content (`lm.write_image`), so their folder is left out."""
     limits = {name: getattr(settings, name) for name in SETTINGS}
     limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
     what = [asdict(identity), without_folders(request.messages), limits]
@@ -165,7 +165,7 @@ def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
 
 
 def without_folders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cut the `file:` addresses of images in messages to the file's name, which is a hash of its content."""
+    """Reduce the `file:` addresses of images in messages to the file's name, which is a hash of its content."""
     return json.loads(json.dumps(messages), object_hook=_without_folder)
 
 
@@ -176,7 +176,7 @@ def _without_folder(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def answered(journal: Journal, keys: Mapping[str, str]) -> dict[str, Answer]:
-    """id -> answer, for those of `keys` (id -> key) that are in the journal. UserError: an entry is no answer."""
+    """id -> answer, for those of `keys` (id -> key) that are in the journal. `UserError` if an entry is not an answer."""
     entries = {id: entry for id, key in keys.items() if (entry := journal.read(key)) is not None}
     try:
         return {id: replace(_ANSWER.validate_python(entry), id=id) for id, entry in entries.items()}
@@ -185,7 +185,7 @@ def answered(journal: Journal, keys: Mapping[str, str]) -> dict[str, Answer]:
 
 
 class _JournalledEngine:
-    """Answers requests from the journal where it has them, the rest by the engine, whose time it adds up."""
+    """Answer requests from the journal if possible, else by the engine, whose time is summed up."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _JournalledEngine:
         return answers
 
     def _keep(self, key: str, answer: Answer) -> None:
-        if self._journal is not None and not answer.refused:  # another run may get further
+        if self._journal is not None and not answer.refused:  # another run may succeed
             self._journal.write(key, asdict(answer))
 
 

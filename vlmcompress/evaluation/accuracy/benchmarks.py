@@ -1,7 +1,7 @@
-"""Functions that the task files under `eval/tasks` name: prompts and scores of single rows.
+"""Functions for the task files in `eval/tasks`: prompts and scores of single rows.
 
-A scoring function takes a row and the list of answers (one) and gives values in 0 to 1: first the task's metric, then
-`parsed`, 0 where no answer was found in the text. Such an answer counts as wrong. The rules are in `scoring`.
+A scoring function takes a row and the list of answers (one) and returns values in 0 to 1: first the task's metric, then
+`parsed`, which is 0 if no answer was found in the text. Such an answer counts as wrong. The rules are in `scoring`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def world_text(row: Row) -> str:
 
 
 def exact(row: Row, answers: list[str]) -> Scores:
-    """Score by exact match; the whole text is the answer, so nothing can fail to parse."""
+    """Score by exact match; the whole text is the answer, so that parsing cannot fail."""
     return {"exact_match": float(scoring.normalise(answers[0]) == scoring.normalise(row["answer"]))}
 
 
@@ -53,7 +53,7 @@ def ocrbench(row: Row, answers: list[str]) -> Scores:
 
 
 def score(metric: str, answer: str, value: float | None) -> Scores:
-    """The score by its name, and whether an answer was found: `value` is not None and the text is not empty."""
+    """The score under the metric's name, and whether an answer was found: `value` is not None and the text is not empty."""
     return {metric: float(value or 0.0), "parsed": float(value is not None and bool(answer.strip()))}
 
 
@@ -63,7 +63,7 @@ def mmmu_text(row: Row) -> str:
 
 
 def mmmu_images(row: Row) -> LazyImages:
-    """The images in the order in which the prompt names them; one may be named twice."""
+    """The images in the order of the prompt, where an image may occur twice."""
     names = re.findall("<image ([1-7])>", _mmmu_prompt(row))
     return LazyImages([local_data.image_source(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
 
@@ -143,7 +143,7 @@ def refcoco_rows(dataset: Any) -> Any:
 
 
 def refcoco_target(row: Row) -> str:
-    """The region as (left, top, right, bottom), in shares of the image's width and height."""
+    """The region as (left, top, right, bottom), as shares of the image's width and height."""
     return ", ".join(f"{value:.3f}" for value in _region(row))
 
 

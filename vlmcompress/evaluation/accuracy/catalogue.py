@@ -1,4 +1,4 @@
-"""The bundled suites by name, read from their files alone: lm-eval takes seconds to import, a list of names shouldn't."""
+"""The names of the bundled suites, read from their files without importing lm-eval, which takes seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folders() -> list[Path]:
 
 @functools.cache
 def _bundled() -> dict[str, dict[str, Any]]:
-    """Content of the file of each bundled task or group, by name."""
+    """Name -> content of the file, for each bundled task or group."""
     files = [_read(file) for folder in folders() for file in sorted(folder.rglob("*.yaml"))]
     named = {content.get("group") or content.get("task"): content for content in files}
     return {name: content for name, content in named.items() if isinstance(name, str)}

@@ -5,7 +5,7 @@
     by_family = families({"chart": (before, after, images), ...}, margin=0.05)
 
 - **Interval and verdict**: the bounds of `paired`, clustered by image, and the two one-sided tests of `noninferiority`. A pass
-  counts only where the baseline gets enough right for a loss to show.
+  counts only if the baseline has enough right answers for a loss to be detectable.
 - **p** of no difference: signs of the images' sums are flipped; exact for right/wrong scores, else 20,000 random draws
   with a fixed seed. Without shared images the exact one is McNemar's test.
 - **Families**: p-values are adjusted by Holm's method (Scand. J. Statist. 6, 1979). A family *fails* if its one-sided test
@@ -34,7 +34,7 @@ LEVEL = 0.95
 WITHOUT_FAMILY = "other"  # family of samples whose data name none
 Pairs = tuple[Sequence[float], Sequence[float], Sequence[Hashable] | None]  # scores of both sides, images
 First = Mapping[str, float] | None  # first token -> natural log of its probability
-FLOOR = 1e-9  # smallest probability of "all other tokens": rounded logarithms tell no more
+FLOOR = 1e-9  # smallest probability of "all other tokens", given rounded logarithms
 
 
 def compare(
@@ -49,12 +49,12 @@ def compare(
 
     Args:
         baseline, candidate: scores in 0 to 1, in the same order.
-        clusters: name of each question's image, or whatever else questions share; None: all questions are independent.
+        clusters: identifier of each question's image, or of what questions share otherwise; None: all are independent.
         margin: allowed drop, as a share: 0.01 is a point.
         level: level of the two-sided interval; each one-sided test has error (1 - level) / 2.
 
     Raises:
-        ValueError: no scores, numbers of scores that differ, or a score, margin or level out of range.
+        ValueError: no scores, different numbers of scores, or a score, margin or level out of range.
     """
     return _compare((baseline, candidate, clusters), margin, level)[0]
 
@@ -62,9 +62,9 @@ def compare(
 def families(
     groups: Mapping[str, Pairs], *, margin: float | Mapping[str, float] = MARGIN, level: float = LEVEL
 ) -> dict[str, Comparison]:
-    """Compare each family of (baseline, candidate, clusters), corrected for their number; see the module.
+    """Compare families of (baseline, candidate, clusters), corrected for their number; see the module.
 
-    A mapping of margins may leave families out; they get `MARGIN`.
+    Families without an entry in a mapping of margins get `MARGIN`.
     """
     margins = {name: margin if isinstance(margin, float | int) else margin.get(name, MARGIN) for name in groups}
     compared = {name: _compare(pairs, margins[name], level) for name, pairs in groups.items()}
@@ -86,7 +86,7 @@ def pairs(samples: Sequence[Scored]) -> Pairs:
 
 
 def by_family(samples: Sequence[Scored]) -> dict[str, Pairs]:
-    """Scores and images of samples by family, for `families`; empty where the data name no family."""
+    """Scores and images of samples by family, for `families`; empty if the data have no families."""
     names = sorted({s.family for s in samples})
     if names == [WITHOUT_FAMILY]:
         return {}
@@ -120,7 +120,7 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
     binary = {*map(float, baseline), *map(float, candidate)} <= {0.0, 1.0}
     counts = Counter(zip(map(bool, baseline), map(bool, candidate), strict=True)) if binary else {}
     verdict = noninferiority.verdict(difference, margin, level)
-    # Assay sensitivity (ICH E10) is asked for only where a pass hangs on it.
+    # Assay sensitivity (ICH E10) is only needed for a pass.
     sensitive = verdict != "pass" or noninferiority.sensitive(baseline, images, margin, level)
     verdict = verdict if sensitive else "inconclusive"
     comparison = Comparison(
@@ -154,7 +154,7 @@ def _compare(pairs: Pairs, margin: float, level: float) -> tuple[Comparison, flo
 def changed_answers(samples: Iterable[Scored]) -> list[Scored]:
     """Samples with different answers: lost ones first, then gained, then those with the same score.
 
-    Suites and families take turns, the largest change first, so that one weak family doesn't fill a report.
+    Suites and families alternate, the largest change first, so that one weak family doesn't fill a report.
     """
     turns: Counter[tuple[int, str, str]] = Counter()
     ranked = []
@@ -172,7 +172,7 @@ def first_token_divergence(
 ) -> tuple[Divergence | None, list[float | None]]:
     """KL(baseline || candidate) of the first tokens, in nats: its summary, and the value of each sample.
 
-    A sample for which one side reports no probabilities has None; the summary is None if all have.
+    A sample's value is None if a side reports no probabilities; the summary is None if all values are.
     """
     pairs = list(zip(baseline, candidate, strict=True))
     values = [kl(p, q) if p and q else None for p, q in pairs]
@@ -194,7 +194,7 @@ def kl(baseline: Mapping[str, float], candidate: Mapping[str, float]) -> float:
     """A lower bound of KL(baseline || candidate) in nats; see the module."""
     common = sorted(baseline.keys() & candidate.keys())
     p, q = ([math.exp(side[token]) for token in common] for side in (baseline, candidate))
-    # All tokens that not both sides report are merged into one outcome: its mass is what the common ones leave.
+    # Tokens that only one side reports are merged into one outcome, with the probability that the common tokens leave.
     p, q = ([*side, max(1 - math.fsum(side), 0.0)] for side in (p, q))
     terms = [a * math.log(a / max(b, FLOOR)) for a, b in zip(p, q, strict=True) if a > FLOOR]
     return max(math.fsum(terms), 0.0)

@@ -1,13 +1,13 @@
-"""Scores of answers to plain data (image, question, answer), whose rows say what is right but not how to tell.
+"""Scores of answers to plain data (image, question, answer), which have right answers but no scoring rule.
 
-    named = checked("auto", [suite])               # `--score`; None for `auto`
-    score = choose(named, suite, baseline)         # None for a suite with a score of its own
-    after = score.applied(after)                   # both sides are scored alike
+    named = check_score("auto", [suite])           # `--score`; None for `auto`
+    score = choose_score(named, suite, baseline)   # None for a suite with its own score
+    after = score.applied(after)                   # both sides are scored in the same way
 
-`exact` compares texts but for case, spaces and a final full stop. A model that answers in sentences gets nothing right by it,
-and where nothing is right nothing can be lost. So `auto` looks at the baseline's first `LOOK` answers and takes the strictest
-of `exact`, `normalized` and `contains` that finds at least `SHARE` of what `contains` finds. The candidate's answers have no
-say in it.
+`exact` compares texts except for case, spaces and a final full stop. It rejects all answers of a model that answers in
+sentences, and then no loss can be detected. So `auto` uses the baseline's first `LOOK` answers to choose the strictest of
+`exact`, `normalized` and `contains` that accepts at least `SHARE` of what `contains` accepts. The candidate's answers do not
+influence the choice.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Rule = Callable[[str, str], float | None]
 
 
 def exact(answer: str, expected: str) -> float:
-    """1 for the expected text but for case, spaces and a final full stop, else 0."""
+    """1 for the expected text, ignoring case, spaces and a final full stop; else 0."""
     return float(scoring.normalise(answer) == scoring.normalise(expected))
 
 
 def normalized(answer: str, expected: str) -> float:
-    """1 for the expected words but for case, punctuation and articles, small numbers as words or digits; else 0."""
+    """1 for the expected words, ignoring case, punctuation and articles, with small numbers as words or digits; else 0."""
     return float(_words(answer) == _words(expected))
 
 
 def contains(answer: str, expected: str) -> float:
-    """1 if the expected words stand in the answer, in that order and side by side, else 0.
+    """1 if the expected words occur in the answer, contiguous and in order; else 0.
 
-    One letter, which may be an option or an article, must be the first or the last word. Texts of writing systems without
-    spaces are looked for as they are, and so are signs alone.
+    A single letter, which may be an option or an article, must be the first or the last word. Texts in writing systems without
+    spaces, and texts of only punctuation, are searched for literally.
     """
     if not any(character.isalnum() for character in expected):
         return float(expected.strip() in answer)
@@ -81,7 +81,7 @@ RULES: dict[str, tuple[Rule, str, str]] = {
     ),
     "anls": (anls, "anls", "Average normalised Levenshtein similarity, 0 below a half."),
 }
-"""Name -> rule, name of the metric, and the sentence that reports have on it."""
+"""Name -> rule, name of the metric, and its sentence in reports."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Score:
     """A score of plain data.
 
     Attributes:
-        metric: its name in results; `about`: how it is given, in a sentence.
-        rule: function of an answer and an expected one that gives 0 to 1, or None where it finds no answer in the text; of
+        metric: its name in results; `about`: its definition, in a sentence.
+        rule: function of an answer and an expected one that returns 0 to 1, or None if it finds no answer in the text; of
             several expected ones the best counts.
-        choice: how `auto` came to it, in a sentence; "" where it was named.
+        choice: why `auto` chose it, in a sentence; "" if it was named.
     """
 
     metric: str
@@ -101,7 +101,7 @@ class Score:
     choice: str = ""
 
     def applied(self, answers: SuiteAnswers) -> SuiteAnswers:
-        """The answers with this score. UserError: the rule is a user's own function and fails."""
+        """The answers with this score. Raises `UserError` if a user's function fails."""
         return dataclasses.replace(answers, samples=tuple(map(self._scored, answers.samples)))
 
     def _scored(self, sample: AnsweredQuestion) -> AnsweredQuestion:
@@ -112,27 +112,27 @@ class Score:
             value = max((float(value) for value in values if value is not None), default=None)
             number = 0.0 if value is None else value
         except Exception as error:  # whatever a user's own function raises
-            raise UserError(f"--score {self.metric} fails on sample '{sample.id}' ({error!r}); mend it") from error
+            raise UserError(f"--score {self.metric} fails on sample '{sample.id}' ({error!r}); correct it") from error
         if not 0 <= number <= 1:
             raise UserError(f"--score {self.metric} gives {value:g} for sample '{sample.id}'; give 0 to 1, or None")
         return dataclasses.replace(sample, score=number, parsed=value is not None)
 
 
 def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
-    """The score that a name stands for, before anything is asked; None for `auto`.
+    """The score with a name, checked before any question is asked; None for `auto`.
 
     Args:
         name: `auto`, one of `RULES`, `regex:PATTERN` (the last match, or its first group, is compared as by `exact`), or
             `FILE.py:FUNCTION` or `MODULE:FUNCTION`, a function of answer and expected answer.
-        suites: what is to be scored.
+        suites: the suites to score.
 
     Raises:
-        UserError: there is no such score, no such function, the pattern is wrong, or a suite has a score of its own.
+        UserError: there is no such score or function, the pattern is invalid, or a suite has its own score.
     """
     if name == AUTO:
         return None
     if scored := [suite.name for suite in suites if CUSTOM not in suite.tasks]:
-        raise UserError(f"--score {name} is for data of your own; suite {scored[0]} has a score, leave it out")
+        raise UserError(f"--score {name} is for your own data; suite {scored[0]} has a score, leave it out")
     if name in RULES:
         return _named(name)
     kind, colon, rest = name.partition(":")
@@ -140,7 +140,7 @@ def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
         try:
             pattern = re.compile(rest)
         except re.error as error:
-            raise UserError(f"--score {name}: the pattern is wrong ({error}); mend it") from error
+            raise UserError(f"--score {name}: the pattern is invalid ({error}); correct it") from error
 
         def matched(answer: str, expected: str) -> float | None:
             matches = list(pattern.finditer(answer))
@@ -157,7 +157,7 @@ def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{place} is no module")
+                raise ImportError(f"{place} is not a module")
             module: Any = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -171,13 +171,13 @@ def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
 
 
 def choose_score(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers) -> Score | None:
-    """The score of a suite's answers: the named one, or by a look at the baseline's first ones; None: the suite's own."""
+    """The score of a suite's answers: the named one, or one chosen by the baseline's first answers; None: the suite's own."""
     if named is not None or CUSTOM not in suite.tasks:
         return named
     first = [sample for sample in baseline.samples if not sample.answer.refused][:LOOK]
     names = ("exact", "normalized", "contains")
     right = {name: sum(sample.score for sample in map(_named(name)._scored, first)) for name in names}
-    # `contains` finds most; a stricter rule is taken if it loses at most a fifth of that, as verbose answers then are few.
+    # `contains` accepts most; a stricter rule is taken if it loses at most a fifth of that, as verbose answers are then rare.
     name = next(name for name in names if right[name] >= SHARE * right["contains"])
     choice = ""
     if name != "exact":
@@ -192,7 +192,7 @@ def _named(name: str) -> Score:
 
 
 def _words(text: str) -> list[str]:
-    """Words without case and punctuation, numbers as digits, without articles where others are left; of signs alone these."""
+    """Lower-case words without punctuation and articles, numbers as digits; texts of only articles or punctuation are kept."""
     plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,%'-]", " ", text.casefold())
     words = [scoring.NUMBERS.get(word, word) for word in (word.strip("'-") for word in plain.split()) if word]
     return [word for word in words if word not in scoring.ARTICLES] or words or text.split()

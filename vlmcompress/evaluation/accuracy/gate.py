@@ -2,20 +2,20 @@
 
     about: Accuracy within a point, and smaller.
     suites:
-      "*":                 # every measured suite; a name is for that suite alone
-        margin: 0.01       # the drop that is allowed, in shares
+      "*":                 # every measured suite; or the name of one suite
+        margin: 0.01       # the allowed drop, as a share
         families: all      # or a list, or family -> margin
         family_margin: 0.1
         minimum: 300       # samples
-        unparsed: 0.02     # share of the candidate's answers in which no answer was found
+        unparsed: 0.02     # share of the candidate's texts without a parsable answer
         divergence: 0.05   # mean, in nats
     speed:
       - {metric: request_throughput, mode: serve, state: cold, at_least: 1.0}
     size: 0.6              # candidate's weights over the baseline's, at most
 
-A rule whose measurement is missing is inconclusive, never passed. Accuracy is judged by the confidence interval (`compare`),
-speed by the interval of the ratio over the repeats: `at_least` is how many times as fast, whichever way the metric counts;
-the rule passes if all of the interval is at least that, and fails if all of it is below.
+A rule without a measurement is inconclusive, never passed. Accuracy is judged by the confidence interval (`compare`), speed by
+the interval of the ratio over the repeats: `at_least` is a speed-up, for metrics of either direction. The rule passes if the
+whole interval is at least that, and fails if the whole interval is below.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Strict(BaseModel):
 
 
 class SuiteRules(_Strict):
-    """Rules of a suite; see the module. Families named by a list or `all` have `family_margin`, if set, else `margin`."""
+    """Rules of a suite; see the module. Families in a list or `all` have `family_margin`, if set, else `margin`."""
 
     margin: Share = 0.01
     families: Literal["all"] | list[str] | dict[str, Share] = []
@@ -97,12 +97,12 @@ def choose_gate(file: str | Path | None, max_drop: float | None) -> GateFile | N
     if max_drop is None:
         return None if file is None else load(file)
     if not 0 < max_drop < 1:
-        raise UserError(f"--max-drop {max_drop:g} is no share between 0 and 1; for one point write 0.01")
+        raise UserError(f"--max-drop {max_drop:g} is not a share between 0 and 1; for one point write 0.01")
     return GateFile(name=f"max-drop {max_drop:g}", suites={ANY: SuiteRules(margin=max_drop)})
 
 
 def margins(gate: GateFile | None) -> dict[str, float]:
-    """Suite -> margin; "" stands for all other suites."""
+    """Suite -> margin; "" for all other suites."""
     return {"" if name == ANY else name: rules.margin for name, rules in gate.suites.items()} if gate else {}
 
 
@@ -137,7 +137,7 @@ def load(name: str | Path) -> GateFile:
 
 
 def recorded(gate: Gate) -> GateFile | None:
-    """The rules that an outcome was judged by; None where they were not kept. UserError: they are damaged."""
+    """The rules that an outcome was judged by; None if they were not kept. Raises `UserError` if they are damaged."""
     try:
         return GateFile.model_validate(gate.file) if gate.file else None
     except ValidationError as error:
@@ -169,7 +169,7 @@ def _problem(error: ValidationError) -> str:
 
 
 def _missing(name: str, reason: str, limit: str = "") -> GateRule:
-    """An inconclusive rule, as its measurement is missing."""
+    """An inconclusive rule, because its measurement is missing."""
     return GateRule(name=name, verdict="inconclusive", value="not measured", limit=limit, reason=reason)
 
 

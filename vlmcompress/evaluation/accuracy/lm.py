@@ -1,8 +1,8 @@
-"""What lm-eval is extended by: a model that one of our engines answers for, and a task of plain conversations.
+"""Extensions of lm-eval: a model whose answers come from one of our engines, and a task of plain conversations.
 
-lm-eval builds prompts and scores answers; `EngineLM` hands its requests to an engine as chat messages. It departs from
+lm-eval builds prompts and scores answers; `EngineLM` passes its requests to an engine as chat messages. It differs from
 lm-eval's own models in three ways: the engine applies the chat template (a "rendered" prompt is the list of messages as
-JSON), an image stands where the text has `<image>`, and a request is identified by our sample id, not by a hash of the
+JSON), images are placed at `<image>` in the text, and a request is identified by our sample id, not by a hash of the
 document. Only `generate_until` works: log-likelihoods of texts about images are undefined in most engines, so multiple
 choice is answered in words and parsed.
 """
@@ -32,12 +32,12 @@ Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
 
 
 class EngineLM(LM):
-    """A model for lm-eval that one of our engines answers for.
+    """A model for lm-eval whose answers come from one of our engines.
 
     Args:
         ask: function that answers requests greedily, by id.
-        identify: function that gives the sample id of a request of lm-eval's.
-        media: folder that images are written to, each once.
+        identify: function from a request of lm-eval to its sample id.
+        media: folder to which each image is written once.
 
     Attributes:
         requests, answers: all requests and answers so far, by sample id; answers are cut at the task's stop strings.
@@ -58,7 +58,7 @@ class EngineLM(LM):
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Render messages as JSON, in which form `generate_until` gets them back."""
+        """Render messages as JSON, which `generate_until` parses again."""
         if not add_generation_prompt:
             raise UserError("a task with gen_prefix can't be asked: chat engines start the answer; remove gen_prefix")
         return json.dumps(chat_history)
@@ -105,10 +105,10 @@ def place(
 ) -> list[dict[str, Any]]:
     """OpenAI-style messages with an image at each `<image>` of a text and at each part of type `image`; videos likewise.
 
-    Without any such place they come first in the last user turn, videos after images.
+    Without such placeholders they come first in the last user turn, videos after images.
 
     Raises:
-        UserError: there are places, but not as many as images or videos.
+        UserError: the number of placeholders differs from that of images or videos.
     """
     split = []
     for turn in turns:
@@ -126,7 +126,7 @@ def place(
             last = [turn for turn in turns if turn["role"] == "user"][-1]
             last["content"] = [{"type": kind} for _ in files] + last["content"]
         elif places != len(files):
-            raise UserError(f"sample '{name}': {places} places for {kind}s in the prompt, {len(files)} {kind}s")
+            raise UserError(f"sample '{name}': {places} placeholders for {kind}s in the prompt, {len(files)} {kind}s")
         rest, address = iter(files), f"{kind}_url"
         for turn in turns:
             turn["content"] = [
@@ -157,7 +157,7 @@ def write_image(image: Image.Image, folder: Path) -> Path:
 
 
 class Documents(list):
-    """Rows with the part of the interface of `datasets.Dataset` that lm-eval uses; images are decoded when looked at."""
+    """Rows with the part of the interface of `datasets.Dataset` that lm-eval uses; images are decoded on access."""
 
     @property
     def features(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Conversations(ConfigurableTask):
 
     Args:
         samples: the samples, each with an answer.
-        ids: their ids in the data; None where the data have none.
+        ids: their ids in the data; None for samples without an id.
     """
 
     def __init__(self, name: str, samples: Sequence[Sample], ids: Sequence[str | None]):

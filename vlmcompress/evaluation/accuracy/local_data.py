@@ -1,13 +1,13 @@
 """Load data sets for lm-eval tasks from a local copy; nothing is downloaded.
 
-A task's YAML names `load` as its `custom_dataset`, so stock lm-eval reads the same data as we do:
+A task's YAML has `load` as its `custom_dataset`, so that stock lm-eval reads the same data:
 
     custom_dataset: !function vlmcompress.evaluation.accuracy.local_data.load
     dataset_kwargs: {name: chartqa, source: "HuggingFaceM4/ChartQA on the Hugging Face Hub"}
 
-The copy is what `data` in the task manager's metadata names (`--data`; stock: `--metadata '{"data": "..."}'`), else
+The copy is `data` in the task manager's metadata (`--data`; stock: `--metadata '{"data": "..."}'`), else
 `$VLMCOMPRESS_DATA/<name>`, else the test data bundled with a demo model (`pretrained`). It is a file or a folder: parquet
-as the Hub has it, JSON lines, or what `Dataset.save_to_disk` writes.
+as on the Hub, JSON lines, or the output of `Dataset.save_to_disk`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def load(
 
     Args:
         name: name of the folder in `$VLMCOMPRESS_DATA`.
-        source: where people get the data, for messages.
-        split: name of the split: of several files only those whose name begins with it are read, if there are any.
-        id, family: Jinja templates over a row's columns; they make the columns `id` and `family`.
-        where: keep the rows whose columns have these values.
-        video: Jinja template of the name of a row's video file, without its suffix; makes the column `video`, the file's path
+        source: origin of the data, for messages.
+        split: name of the split; of several files only those whose name begins with it are read, if there are any.
+        id, family: Jinja templates over a row's columns for the new columns `id` and `family`.
+        where: keep only rows whose columns have these values.
+        video: Jinja template of the name of a row's video file, without its suffix, for the new column `video`: the file's path
             anywhere in the copy, or empty.
         data: path of the copy; see the module.
         pretrained: folder of the model that is evaluated.
@@ -93,7 +93,7 @@ def load(
 
 
 def images(doc: Mapping[str, Any]) -> LazyImages:
-    """The images of a row's column `image` or `images`, decoded to RGB each time they are looked at."""
+    """The images in a row's column `image` or `images`, decoded to RGB on each access."""
     value = doc.get("images") if doc.get("images") is not None else doc.get("image")
     if isinstance(value, LazyImages):
         return value
@@ -102,14 +102,14 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
 
 
 def row_media(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
-    """The images of a row, then its videos, of which nothing is decoded."""
+    """The images of a row, then its videos, which are not decoded."""
     return [*images(doc), *doc["videos"]] if doc["videos"] else images(doc)
 
 
 def video(doc: Mapping[str, Any]) -> list[Video]:
-    """The video whose file `load` has put into the column `video`."""
+    """The video in the column `video`, which `load` adds."""
     if not doc["video"]:
-        raise UserError(f"sample '{doc['id']}': its video is not there; unpack the data set's videos next to its table")
+        raise UserError(f"sample '{doc['id']}': its video is missing; unpack the data set's videos next to its table")
     return [Video(Path(doc["video"]), f"sample '{doc['id']}'")]
 
 
@@ -149,7 +149,7 @@ def _read(location: str, split: str, changed: int) -> Any:
             files = _files(path, split)
             if files[0].suffix == ".parquet":
                 tables = [pq.read_table(file) for file in files]
-                # Without `load_dataset`, which copies the table into a cache of its own and asks the Hub for its script.
+                # `load_dataset` would copy the table to its cache and look for a script on the Hub.
                 dataset = datasets.Dataset(InMemoryTable(pa.concat_tables(tables, promote_options="permissive")))
             else:
                 dataset = datasets.Dataset.from_list([row for file in files for row in _json_lines(file)])
@@ -192,7 +192,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _as_image(feature: Any, datasets: Any) -> Any:
-    """The feature of encoded images, or lists of them, in place of the stored one."""
+    """The stored feature with images, or lists of them, left encoded."""
     if isinstance(feature, datasets.List | datasets.LargeList):
         return datasets.List(_as_image(feature.feature, datasets))
     return datasets.Image(decode=False)
@@ -205,7 +205,7 @@ def _need(columns: set[str], dataset: Any, path: Path) -> None:
 
 
 def _with_column(dataset: Any, column: str, template: str, path: Path) -> Any:
-    """Add a column that a Jinja template makes from others."""
+    """Add a column rendered by a Jinja template over the others."""
     from jinja2 import Environment, UndefinedError, meta
     from lm_eval.utils import apply_template
 

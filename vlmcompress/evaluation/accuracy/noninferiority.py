@@ -1,4 +1,4 @@
-"""Non-inferiority test: is the candidate at most `margin` worse? Pass, fail, or how many samples would decide.
+"""Non-inferiority test: is the candidate at most `margin` worse? Pass, fail, or the number of samples that would decide.
 
 Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 requires of non-inferiority trials):
 
@@ -8,8 +8,8 @@ Two one-sided tests, each with error (1 - level) / 2 (2.5% at 0.95, as ICH E9 re
 
 Verdicts are monotone: with the bounds of `paired`, a smaller loss never gets a worse verdict.
 
-Nothing can be lost where the baseline is wrong. So an evaluation passes only what it could have failed (ICH E10's assay
-sensitivity): a candidate that loses all that the baseline got right must fail, or `sensitive` says no and a pass is void.
+Only right answers of the baseline can be lost. So a pass is valid only if the evaluation could have failed (ICH E10's assay
+sensitivity): a candidate that loses all right answers of the baseline must fail, else `sensitive` is False and a pass is void.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlmcompress.evaluation.accuracy.paired import NORMAL, MeanDifference
 from vlmcompress.evaluation.results import Verdict
 
 POWER = 0.8
-_MOST = 1e6  # times the samples, beyond which `samples_needed` gives up
+_MOST = 1e6  # largest multiple of the samples that `samples_needed` tries
 
 
 def verdict(difference: MeanDifference, margin: float, level: float) -> Verdict:
@@ -39,7 +39,7 @@ def p_within(difference: MeanDifference, margin: float) -> float:
 
 
 def sensitive(baseline: Sequence[float], images: Iterable[Hashable], margin: float, level: float) -> bool:
-    """Whether a candidate that gets nothing right would fail: the baseline gets enough right for a loss to show.
+    """Whether a candidate without right answers would fail, i.e. the baseline has enough of them for a loss to show.
 
     Args:
         baseline: its scores in 0 to 1.
@@ -48,17 +48,17 @@ def sensitive(baseline: Sequence[float], images: Iterable[Hashable], margin: flo
 
 
 def min_images_to_pass(margin: float, level: float) -> int:
-    """The smallest number of images, with as many questions each, with which a candidate that changes no answer passes; with
-    fewer none can."""
-    # Where no answer changed the bound is Clopper and Pearson's of 0 of k, 1 - error^(1/k) < margin, solved for k.
+    """The smallest number of images, with equally many questions each, with which a candidate that changes no answer passes;
+    with fewer images no candidate can pass."""
+    # Without changed answers the bound is Clopper and Pearson's for 0 of k: 1 - error^(1/k) < margin, solved for k.
     return math.floor(math.log((1 - level) / 2) / math.log1p(-margin)) + 1
 
 
 def detectable(difference: MeanDifference, level: float, power: float = POWER) -> float:
     """The smallest true drop that as many samples like these would show (upper limit below 0) with probability `power`.
 
-    Whole images are lost, of every size, next to changes that are as often for the better as for the worse; their number is
-    taken at its quantile 1 - `power`, by the normal approximation.
+    The model of a drop: whole images of every size are lost, besides changes that are equally often for the better and for the
+    worse; the number of lost images is taken at its quantile 1 - `power`, by the normal approximation.
     """
     error, deviate = (1 - level) / 2, NORMAL.inv_cdf(power)
     low, high = 0.0, 1.0
@@ -69,7 +69,7 @@ def detectable(difference: MeanDifference, level: float, power: float = POWER) -
 
 
 def samples_needed(difference: MeanDifference, margin: float, level: float, power: float = POWER) -> int | None:
-    """Number of samples, images as large as these, that reach a verdict with probability `power`, if the true difference is
+    """Number of samples, in images of the same sizes, that reach a verdict with probability `power` if the true difference is
     the observed one.
 
     The sample size is scaled until the test decides with the mean shifted against us by the `power` quantile of its error

@@ -8,23 +8,23 @@ Learned-Miller and Thomas, arXiv:1905.06208), with one further image that loses 
 
     P(sum_i E_i (S_i + t_i) - E_0 L <= 0),   E_i independent standard exponentials,   sum_i t_i = -D n
 
-The t_i say which images lose what the hypothesis allows, and L how many questions the further image has. With m questions
-an image there is one way: t_i = -D m and L = (1 + D) m. Where their numbers differ, losses may go with size: a model may
-fail on the few documents that have most of the questions. All that the hypothesis allows beyond the observed mean x goes to
-the largest images then, down to a level L that is as high for all of them, like water:
+The t_i distribute the loss that the hypothesis allows over the images, and L is the number of questions of the further image.
+With m questions per image there is only one way: t_i = -D m and L = (1 + D) m. With different numbers, losses may depend on
+size: a model may fail on the few documents that have most of the questions. The loss that the hypothesis allows beyond the
+observed mean x is then assigned to the largest images, down to a common level L (water filling):
 
     t_i = max(m_i (1 + x) - L, 0) - x m_i                 with L such that sum_i t_i = -D n
 
 For an x chosen beforehand S_i + t_i + L is never negative and has the mean L under the hypothesis, so that the product of
 the (S_i + t_i + L) / L is at most 1 on average, whatever each image's chances are (inequality of means), and its inverse a
-p-value as well; Gaffke's is smaller. This takes the images' sizes as they are. So that images may also be a random draw of
-large and small ones, the p-value is the larger of this one and the one with t_i = -D m_i at the same L.
+p-value as well; Gaffke's is smaller. This conditions on the images' sizes. To cover a random draw of large and small images as
+well, the p-value is the larger of this one and the one with t_i = -D m_i at the same L.
 
-- **No correlation has to be estimated.** Where questions of an image change together, the sums S_i are large. Where none
-  changed, the further image bounds what was not seen: after k images without a change, the share of images that lose all
-  is at most 1 - 0.025^(1/k), about 3.7 / k. No test of that error does better: with a larger share, k images without a
-  loss would be seen too often, however many questions each has. One document with a tenth of all questions could lose
-  them with a probability of 97.5% and be seen to keep them: 9.75 points are not ruled out.
+- **No correlation has to be estimated.** If questions of an image change together, the sums S_i are large. If none
+  changed, the further image bounds unobserved losses: after k images without a change, the share of images that lose all
+  is at most 1 - 0.025^(1/k), about 3.7 / k. No test with this error does better: with a larger share, k images without a
+  loss would occur too often, however many questions each has. One document with a tenth of all questions could lose
+  them with a probability of 97.5% and yet be observed to keep them: 9.75 points are not ruled out.
 - **One lost answer less never makes the p-value larger**, as it only raises an S_i.
 - **Special cases**, one question an image: without a win it is the exact binomial test (Clopper and Pearson, 1934), at
   D = 0 the exact McNemar test.
@@ -95,7 +95,7 @@ class MeanDifference:
         self.size = float((sums**2).sum()) / (self._image_size * absolute) if absolute else 1.0
 
     def variance(self, mean: float | None = None) -> float:
-        """Variance of an image's mean difference; that of the mean of all is `images` times smaller.
+        """Variance of an image's mean difference; that of the overall mean is `images` times smaller.
 
         Args:
             mean: the true mean, below the observed one because more images lose everything; None: the observed one.
@@ -108,7 +108,7 @@ class MeanDifference:
         return (1 - lost) * (self._variance + (self.mean - mean) ** 2) + lost * (1 + mean) ** 2
 
     def p_at_most(self, mean: float, times: float = 1.0) -> float:
-        """One-sided p-value of "the true mean is at most `mean`". `times`: as if every image had been seen so many times."""
+        """One-sided p-value of "the true mean is at most `mean`". `times`: as if every image had been observed that often."""
         return gaffke_p(self._sums, self._sizes, times * self._counts, mean)
 
     def p_at_least(self, mean: float, times: float = 1.0) -> float:
@@ -116,9 +116,9 @@ class MeanDifference:
         return gaffke_p(-self._sums, self._sizes, times * self._counts, -mean)
 
     def p_of_drop(self, drop: float, deviate: float) -> float:
-        """The p-value of "nothing was lost" to expect if that share of the images, of every size, loses everything.
+        """The expected p-value of "nothing was lost" if the share `drop` of the images, of every size, loses everything.
 
-        Of the others so many change as of the observed ones beyond their drift, as many to the better as to the worse.
+        Other images change as often as the observed ones beyond their drift, equally often for the better and for the worse.
 
         Args:
             deviate: normal deviate below the mean at which the number of lost images is taken.
@@ -134,7 +134,7 @@ class MeanDifference:
         return gaffke_p(-sums, np.tile(self._sizes, 4), counts, 0.0)
 
     def limits(self, level: float) -> tuple[float, float]:
-        """The two-sided confidence interval of the mean; each limit errs with (1 - level) / 2."""
+        """The two-sided confidence interval of the mean; each limit has the error (1 - level) / 2."""
         tail = (1 - level) / 2
         # width of a bracket that mostly holds the limit
         width = 4 * math.sqrt(self._variance / self.images) + 5 * self._sizes.max() / self.n
@@ -145,7 +145,7 @@ def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDAr
     """P-value of "the true mean is at most `limit`"; see the module.
 
     Args:
-        sums, sizes: S_i and m_i of kinds of images; `counts`: how many there are of each, above 0 and not always whole.
+        sums, sizes: S_i and m_i of kinds of images; `counts`: number of each kind, above 0 and not necessarily whole.
     """
     n = float(counts @ sizes)
     observed = max(float(counts @ sums) / n, limit)
@@ -160,11 +160,11 @@ def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDAr
 
 
 def water_level(heights: NDArray[np.float64], counts: NDArray[np.float64] | NDArray[np.int64], volume: float) -> float:
-    """The level L at which `volume` stands above: sum_i counts_i max(heights_i - L, 0) = volume; below all heights if it is
-    more than their differences."""
+    """The level L above which the heights have this volume: sum_i counts_i max(heights_i - L, 0) = volume; a large volume
+    gives a level below all heights."""
     order = np.argsort(-heights)
     number, total = np.cumsum(counts[order]), np.cumsum((counts * heights)[order])
-    levels = (total - volume) / number  # if just the first so many heights are above it
+    levels = (total - volume) / number  # L if exactly the first k heights are above it
     following = np.append(heights[order][1:], -np.inf)
     return float(levels[np.argmax(levels >= following)])
 
@@ -184,7 +184,7 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
         return 1.0
     if a.min() >= 0:
         return 0.0
-    # The mean below zero: the complement has its saddle point on the side where the sum below does not cancel.
+    # For a mean below zero, the complement has its saddle point on the side without cancellation in the sum below.
     if float(w @ a) < 0:
         return 1.0 - below_zero(-a, w)
     # The integrand exp(K(s)) / -s, with K(s) = -sum w log(1 - a s), is convex between these two.
@@ -200,8 +200,8 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
         slope = width * (1j * _COSH[::step] + bend * _SINH[::step])
         return np.exp(-(w @ np.log(1 - np.multiply.outer(a, s))) - np.log(-s)) * slope
 
-    # All singularities are on the real axis, so the hyperbola may bend to either side; towards the wrong one the integrand
-    # grows and cancels.
+    # All singularities are on the real axis, so the hyperbola may bend to either side; on the wrong side the integrand grows,
+    # with cancellation.
     with np.errstate(over="ignore", invalid="ignore"):
         left, right = (np.nan_to_num(np.abs(integrand(bend, 5)), nan=np.inf).sum() for bend in (-_BEND, _BEND))
     values = integrand(_BEND if right < left else -_BEND).imag
@@ -209,7 +209,7 @@ def below_zero(scales: NDArray[np.float64], shapes: NDArray[np.float64]) -> floa
 
 
 def _root(p_value: Callable[[float], float], inner: float, width: float, end: float, tail: float) -> float:
-    """The mean between `inner` and `end` at which a p-value falls to `tail`, searched within `width` of `inner` first."""
+    """The mean between `inner` and `end` at which a p-value falls to `tail`; searched first within `width` of `inner`."""
 
     def deviate(mean: float) -> float:
         return NORMAL.inv_cdf(min(max(p_value(mean), 1e-300), 1 - 1e-15)) - NORMAL.inv_cdf(tail)
@@ -220,7 +220,7 @@ def _root(p_value: Callable[[float], float], inner: float, width: float, end: fl
     if at_outer >= 0 or deviate(inner) <= 0:
         return outer if at_outer >= 0 else inner
     # Brent's method (scipy): the bracket has one sign change, as Gaffke's p-value rises with the mean.
-    # Normal deviates are nearly linear in the mean, so few evaluations do.
+    # Normal deviates are nearly linear in the mean, so few evaluations suffice.
     return float(brentq(deviate, inner, outer, xtol=_EXACT))
 
 

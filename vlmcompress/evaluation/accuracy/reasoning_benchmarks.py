@@ -1,4 +1,4 @@
-"""Functions that the task files of MathVista, MMMU-Pro, Video-MME, MMLU-Pro and GPQA name, as those in `benchmarks`."""
+"""Functions for the task files of MathVista, MMMU-Pro, Video-MME, MMLU-Pro and GPQA, like those in `benchmarks`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 'Think step by step and then finish your answer with "the answer is (X)"
 
 
 def mathvista_image(row: Row) -> LazyImages:
-    """The image, which the data set has next to its path."""
+    """The image, which the data set has besides its path."""
     return LazyImages([local_data.image_source(row["decoded_image"])], f"sample '{row['pid']}'")
 
 
@@ -43,7 +43,7 @@ def mmmu_pro_text(row: Row) -> str:
 
 
 def mmmu_pro_images(row: Row) -> LazyImages:
-    """The images in the order in which the prompt names them; one may be named twice."""
+    """The images in the order of the prompt, where an image may occur twice."""
     names = re.findall("<image ([1-7])>", _mmmu_pro_prompt(row))
     return LazyImages([local_data.image_source(row[f"image_{name}"]) for name in names], f"sample '{row['id']}'")
 
@@ -67,7 +67,7 @@ def mmmu_pro(row: Row, answers: list[str]) -> Scores:
 
 
 def video_mme_text(row: Row) -> str:
-    """The benchmark's own prompt without subtitles; the options bring their letters."""
+    """The benchmark's own prompt without subtitles; the options include their letters."""
     return "\n".join([WATCH, row["question"], *row["options"], "The best answer is:"])
 
 
@@ -77,7 +77,7 @@ def video_mme(row: Row, answers: list[str]) -> Scores:
 
 
 def mmlu_pro_text(row: Row) -> str:
-    """Question, choices, and what the benchmark asks of a chain of thought; no examples."""
+    """Question, choices, and the benchmark's instruction for a chain of thought; no examples."""
     return f"{row['question']}\n{_listed(_lettered(row['options']))}\n{STEPS}"
 
 
@@ -87,7 +87,7 @@ def mmlu_pro(row: Row, answers: list[str]) -> Scores:
 
 
 def gpqa_text(row: Row) -> str:
-    """Question, choices in the order of `_gpqa_options`, and what is asked of a chain of thought."""
+    """Question, choices in the order of `_gpqa_options`, and the instruction for a chain of thought."""
     return f"{row['Question'].strip()}\n{_listed(_gpqa_options(row))}\n{STEPS}"
 
 
@@ -103,14 +103,14 @@ def gpqa(row: Row, answers: list[str]) -> Scores:
 
 
 def _gpqa_options(row: Row) -> dict[str, str]:
-    """The choices in an order that is drawn for each row, always the same: the data have the right one first."""
+    """The choices in a fixed random order per row, as the data have the right one first."""
     keys = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     drawn = sorted(keys, key=lambda key: hashlib.sha256(f"{row['Record ID']} {key}".encode()).digest())
     return _lettered([_gpqa_strip(row[key]) for key in drawn])
 
 
 def _gpqa_strip(text: str) -> str:
-    """A choice without the marks of the data set's tables, as lm-eval's task has it."""
+    """A choice without the data set's markup, as in lm-eval's task."""
     return text.strip().replace(" [title]", ". ").replace("  ", " ")
 
 

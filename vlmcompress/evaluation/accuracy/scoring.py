@@ -1,6 +1,6 @@
-"""Rules that score answers, each as its source states it. Scores are in 0 to 1; None: no answer was found in the text.
+"""Scoring rules, as defined by their sources. Scores are in 0 to 1; None: no answer was found in the text.
 
-Options of a multiple-choice question are letter -> text. No choice is made at random where a text has none.
+Options of a multiple-choice question are letter -> text. A text without a choice is never assigned a random one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def normalise(text: str) -> str:
 
 
 def relaxed(answer: str, expected: str, tolerance: float = 0.05) -> bool:
-    """ChartQA's relaxed accuracy: numbers within 5% of the expected one, other answers equal but for case.
+    """ChartQA's relaxed accuracy: numbers within 5% of the expected one, other answers equal ignoring case.
 
     Masry et al. 2022, section 5.1 (arXiv 2203.10244), after Methani et al. 2020; in detail as in pix2struct's
     `metrics.relaxed_correctness`: percentages count as fractions, and an expected 0 is compared as text.
@@ -87,7 +87,7 @@ def final_number(answer: str) -> float | None:
 
 
 def box(answer: str, scale: float = 1.0) -> tuple[float, float, float, float] | None:
-    """Read a box: the last four numbers in a row of the text as (left, top, right, bottom), divided by `scale`."""
+    """The last four consecutive numbers in the text as a box (left, top, right, bottom), divided by `scale`; None: no box."""
     number, between = r"-?(?:\d+\.?\d*|\.\d+)", r"[\s,;()\[\]<>]+"
     boxes = re.findall(rf"(?<![\w.])({number}){between}({number}){between}({number}){between}({number})", answer)
     if not boxes:
@@ -97,7 +97,7 @@ def box(answer: str, scale: float = 1.0) -> tuple[float, float, float, float] | 
 
 
 def iou(a: Sequence[float], b: Sequence[float]) -> float:
-    """Intersection over union of two boxes (left, top, right, bottom); a box that is inside out has no area."""
+    """Intersection over union of two boxes (left, top, right, bottom); an inverted box has no area."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     if width <= 0 or height <= 0:
@@ -152,7 +152,7 @@ def mmmu_pro_choice(answer: str, options: Mapping[str, str]) -> str | None:
 
 
 def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
-    """Whether an expected text stands in a key part of the answer, or an expected number (to two decimals) is among them.
+    """Whether an expected text occurs in a key part of the answer, or an expected number (to two decimals) is among them.
 
     As `parse_open_response` and `eval_open` of MMMU's `eval_utils.py`.
     """
@@ -188,7 +188,7 @@ def _mmmu_values(text: str) -> list[str | float]:
 
 
 def mmbench_choice(answer: str, options: Mapping[str, str]) -> str | None:
-    """The only option letter among the words; else the only option whose text stands in the answer.
+    """The only option letter among the words; else the only option whose text occurs in the answer.
 
     This is the matching that MMBench (Liu et al. 2023, arXiv 2307.06281) does before it asks a language model, as in
     VLMEvalKit's `can_infer`: in a text of over three words an "A" may be the article and makes letters uncertain.
@@ -251,7 +251,7 @@ def vqa_normalise(text: str, cut: bool = True) -> str:
 
 
 def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bool:
-    """Whether an expected text stands in the answer; lower case, or for formulas as written but without spaces.
+    """Whether an expected text occurs in the answer, in lower case; formulas are compared as written, without spaces.
 
     OCRBench (Liu et al. 2023, arXiv 2305.07895; Yuliang-Liu/MultimodalOCR, `example.py`), where HME100k has formulas.
     """
@@ -288,12 +288,12 @@ def final_letter(answer: str, options: int) -> str | None:
 
 
 def mathvista_value(answer: str, kind: str, choices: Sequence[str] = (), precision: int | None = None) -> str | None:
-    """The value that an answer gives, in the form of MathVista's expected answers; None: none was found.
+    """The value in an answer, in the form of MathVista's expected answers; None: none was found.
 
     A choice is its text: that of the letter as of `mmmu_choice`, else the choice of the smallest edit distance to a short
     answer. Numbers are the last ones in the text: an `integer` cut, a `float` rounded to `precision` digits. A `list` is the
-    last one in brackets. MathVista (Lu et al. 2023, arXiv 2310.02255; lupantech/MathVista, `calculate_score.py`) normalizes so
-    what a language model found in the text (`extract_answer.py`); here that is looked for by these rules.
+    last one in brackets. MathVista (Lu et al. 2023, arXiv 2310.02255; lupantech/MathVista, `calculate_score.py`) applies this
+    normalization to the output of a language model (`extract_answer.py`); here these rules extract the value.
     """
     text = answer.strip()
     if kind == "choice":

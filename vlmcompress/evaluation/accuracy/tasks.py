@@ -1,7 +1,7 @@
 """Suites: lm-eval tasks whose samples have ids, so that two models' answers can be paired.
 
-A suite is a task or group under `eval/tasks` by name, a user's task as YAML, or plain data (image, question, answer) scored
-by exact match. Of its samples, `limit` may be chosen, stratified by family.
+A suite is a task or group in `eval/tasks` by name, a user's task as YAML, or plain data (image, question, answer) scored by
+exact match. `limit` chooses a number of its samples, stratified by family.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlmcompress.utils.messages import note
 
 CUSTOM = "custom"
 DEFAULT = "world"
-BUNDLED = (DEFAULT, "photo")  # suites whose data lie next to a demo model
+BUNDLED = (DEFAULT, "photo")  # suites whose data are bundled with a demo model
 YAML = (".yaml", ".yml")
 EXAMPLES = "the folders of eval/tasks have examples"
 
@@ -50,13 +50,13 @@ class LoadedSuite:
 
     Attributes:
         name: name of the bundled suite, of the YAML file without its suffix, or of the data file.
-        source: where its data came from, for people.
-        metric: name of the score, or "score" if the tasks have several; `scoring`: how it is given, in a sentence.
-        max_tokens: the most tokens of an answer.
+        source: description of the origin of its data.
+        metric: name of the score, or "score" if the tasks have several; `scoring`: its definition, in a sentence.
+        max_tokens: maximum tokens of an answer.
         available: number of samples before the choice.
         derived_ids: whether some samples had no id in the data and got a hash of their content.
-        tasks: name -> lm-eval task, which has the chosen documents only.
-        places: the chosen samples, in the order in which they are asked.
+        tasks: name -> lm-eval task with only the chosen documents.
+        places: the chosen samples, in the order of asking.
     """
 
     name: str
@@ -83,7 +83,7 @@ class LoadedSuite:
         return digest.hexdigest()
 
     def pictures(self, identity: str) -> list[bytes]:
-        """Encode the images of a sample as PNG; of videos there are none."""
+        """The images of a sample as PNG; empty for videos."""
         place = next(place for place in self.places if place.id == identity)
         task = self.tasks[place.task]
         images = task.doc_to_image(task.eval_docs[place.index]) or ()
@@ -107,20 +107,18 @@ def load_suite(
             or the world's test split if there is no data either.
         data: local copy of a named suite's data; see `local_data`.
         candidate, baseline: checkpoints; the data bundled with a demo model is found next to them.
-        limit: number of samples to choose, from all families in proportion, always the same ones for a seed.
+        limit: number of samples to choose, in proportion to the families, and reproducible by the seed.
         reading: how rows of plain data are read.
 
     Raises:
-        UserError: no such suite or data, no samples, ids that repeat, images that are missing.
+        UserError: no such suite or data, no samples, duplicate ids, or missing images.
     """
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
     plain = name not in catalogue.task_names() and Path(name).suffix not in YAML
     if reading != PLAIN and not plain:
-        raise UserError(
-            f"suite {name} says itself how its data are read; --columns and --skip-bad are for --data alone"
-        )
+        raise UserError(f"suite {name} defines how its data are read; --columns and --skip-bad are only for --data")
     if name in catalogue.task_names() or Path(name).suffix in YAML:
         bundled = sources.bundled_data(baseline, "test") or sources.bundled_data(candidate, "test")
         source = data or (bundled if name.partition("_")[0] in BUNDLED else None)
@@ -131,7 +129,7 @@ def load_suite(
         tasks = _load_tasks(name, {"data": str(source)} if source else {})
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
-            raise UserError(f"suite {name} is data already; leave out the data {data} next to it")
+            raise UserError(f"suite {name} is already data; leave out --data {data}")
         return _custom(Path(name), reading, limit, seed)
     else:
         raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.task_names())}")
@@ -150,7 +148,7 @@ def quiet_lm_eval() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, bar = logger.level, building.tqdm
     logger.setLevel(logging.ERROR)
-    # `build_all_requests` (lm-eval 0.4.13, `api/task.py`) shows its bar by the module's own `tqdm`, and has no switch for it.
+    # `build_all_requests` (lm-eval 0.4.13, `api/task.py`) always shows a bar of the module's `tqdm`.
     building.tqdm = lambda iterable, **_: iterable
     try:
         yield
@@ -177,7 +175,7 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         with quiet_lm_eval():
             if file.suffix not in YAML:
                 return _manager(metadata).load([name])["tasks"]
-            # Private in lm-eval 0.4.13; `TaskManager.load` takes a group by its name alone, which stands in the file.
+            # Private in lm-eval 0.4.13; `TaskManager.load` only accepts the name of a group, which is in the file.
             from lm_eval.tasks._yaml_loader import load_yaml
 
             if not file.is_file():
@@ -188,30 +186,30 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
             data = "group" in keys or {"dataset_path", "custom_dataset"} & keys.keys()
             if not keys.get("task") or not data:
                 raise UserError(
-                    f"suite {file} is no task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
+                    f"suite {file} is not a task file: it has no {'dataset_path' if keys.get('task') else 'task'}; {EXAMPLES}"
                 )
             group = keys.get("group")
             return _manager(metadata, [file.parent] if group else []).load([group or name])["tasks"]
     except UserError:
         raise
-    except Exception as error:  # whatever a task file's own functions, or its data, raise
+    except Exception as error:  # any error of a task file's functions or data
         text = " ".join(str(error).split())[:300]
         why = f"{type(error).__name__}: {text}"
-        if isinstance(error, TypeError | AttributeError):  # Python's message names no key
+        if isinstance(error, TypeError | AttributeError):  # Python's message does not name the key
             why = f"a key has a value of the wrong kind ({text}); {EXAMPLES}"
         raise UserError(f"suite {name} can't be loaded: {why}") from error
 
 
 def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> LoadedSuite:
-    """Load plain data, of which each row is one conversation, and choose samples; their images can all be decoded."""
+    """Load plain data, one conversation per row, and choose samples, all of whose images can be decoded."""
     from vlmcompress.evaluation.accuracy.lm import Conversations
 
     path = hub.local(file, "dataset", splits=hub.TEST)
     loaded = sources.load_samples(path, samples=None, seed=0, check_images=False, answered=True, reading=reading)
     samples, total = list(loaded), len(loaded) + len(loaded.skipped)
     bad, checked = dict(loaded.skipped), set[str]()
-    while True:  # what is chosen in the place of a bad sample may be bad, too
-        named = all(sample.row_id is not None for sample in samples)  # others go by what they show
+    while True:  # a replacement for a bad sample may be bad as well
+        named = all(sample.row_id is not None for sample in samples)  # other samples are identified by content
         chosen = [
             sample for sample in (stratified(samples, limit, seed) if named else samples) if sample.name not in checked
         ]
@@ -230,7 +228,7 @@ def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> Loade
 
 
 def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, seed: int) -> LoadedSuite:
-    """Give all samples ids and families, choose from them, and leave each task the chosen documents only."""
+    """Assign ids and families to all samples, choose from them, and reduce each task to the chosen documents."""
     rows = [(task, *row) for task, loaded in tasks.items() for row in _rows(task, loaded)]
     ids = _unique([(task, identity) for task, identity, *_ in rows], source)
     samples = [Sample(identity, (), "", None, family) for identity, (_, _, family, _) in zip(ids, rows, strict=True)]
@@ -275,7 +273,7 @@ def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[
         groups.setdefault(sample.family or WITHOUT_FAMILY, []).append(sample)
     shares = {name: limit * len(group) / len(samples) for name, group in groups.items()}
     quota = {name: int(share) for name, share in shares.items()}
-    # Hamilton's method: whole parts first, the rest to the largest remainders, by name where they are equal.
+    # Hamilton's method: integer parts first, the rest to the largest remainders, ties by name.
     by_remainder = sorted(shares, key=lambda name: (quota[name] - shares[name], name))
     for name in by_remainder[: limit - sum(quota.values())]:
         quota[name] += 1
@@ -287,7 +285,7 @@ def stratified(samples: Sequence[Sample], limit: int | None, seed: int) -> list[
 
 
 def _rows(name: str, task: Any) -> Iterator[tuple[str, str, bool]]:
-    """Id, family, and whether the id was derived from the content, of each document of a task."""
+    """(id, family, whether the id was derived from the content) of each document of a task."""
     if task.OUTPUT_TYPE != "generate_until":
         raise UserError(f"task {name} has output_type {task.OUTPUT_TYPE}; only generate_until works with images")
     documents = task.eval_docs
@@ -315,11 +313,11 @@ def _content_id(task: Any, document: Mapping[str, Any]) -> str:
 
 
 def _unique(ids: Sequence[tuple[str, str]], source: str) -> list[str]:
-    """Ids as the data have them, or after their task's name if two tasks share one.
+    """The data's ids, prefixed with the task's name if two tasks share one.
 
     Args:
         ids: task and id of each sample.
-        source: where the data are from, for the message that a task has an id twice.
+        source: origin of the data, for the message about duplicate ids.
     """
     if repeated := [pair for pair, count in Counter(ids).items() if count > 1]:
         task, identity = repeated[0]

@@ -1,1 +1,1 @@
-"""What serving a model takes, from its headers alone: weights, cache, requests at once, and their speed at best."""
+"""Plan the serving of a model from its headers alone: weights, cache, concurrent requests, and bounds of their speed."""

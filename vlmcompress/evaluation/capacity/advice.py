@@ -1,4 +1,4 @@
-"""The recipe and the flags of `vllm serve` that a plan comes to, each with its reason."""
+"""The recipe and the flags of `vllm serve` that a plan recommends, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vlmcompress.utils import hub
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag with its value, and why it is given."""
+    """A flag with its value and the reason for it."""
 
     name: str
     value: str
     reason: str
 
     def __str__(self) -> str:
-        """Write the flag as in a shell."""
+        """The flag in shell syntax."""
         return f"{self.name} {shlex.quote(self.value)}"
 
 
 def command(capacity: Capacity, row: FormatRow, model: str, out: str = "OUT") -> str | None:
-    """The call of `vlmcompress quantize` that writes the format; None where there is nothing to write."""
+    """The command `vlmcompress quantize ...` that writes the format; None if there is nothing to write."""
     request, name = capacity.request, row.weights.name
     if row.weights.key == QUANTIZED or capacity.model.source is None:
         return None
@@ -111,5 +111,5 @@ def recommendation(capacity: Capacity, row: FormatRow) -> str:
 
 
 def model_name(capacity: Capacity) -> str:
-    """The model as people name it."""
+    """The model's display name."""
     return hub.display_path(capacity.model.path)

@@ -1,11 +1,11 @@
-"""Plan the serving of a model: what fits, for how many requests at once, and no faster than what.
+"""Plan the serving of a model: whether it fits, how many requests at once, and bounds of the speed.
 
     memory for vLLM = utilization * memory of a device
-    space of the cache = that - weights - encoder cache - reserve
+    space of the KV cache = memory for vLLM - weights - encoder cache - reserve
     reserve = 1.5 GB (context, graphs, libraries) + activations of the largest step + logits
 
-The reserve is an estimate, which `--reserve` replaces; vLLM measures the real one when it starts. Memory as sold counts in
-units of 10^9 bytes, which is a little less than devices report.
+The reserve is an estimate, which `--reserve` replaces; vLLM measures it when it starts. Advertised memory is in units of 10^9
+bytes, slightly less than devices report.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size
 
 FIXED = 1_500_000_000
-"""Bytes of a process that are neither weights nor cache nor activations: an assumption."""
+"""Assumed bytes of a process that are neither weights nor cache nor activations."""
 
 
 @dataclass(frozen=True)
 class CapacityRequest:
-    """What is asked: one request's `pictures`, `text` and `out` tokens, and the machine.
+    """The input of a plan: one request's `pictures`, `text` and `out` tokens, and the machine.
 
-    `speculative`: method of speculative decoding, and how many tokens are drafted at once; `draft`: a head in a folder of its
-    own that drafts. `memory`, `reserve`, `space`: bytes of a device, of the reserve and of the cache, in place of what is
-    worked out. `vocabulary`: formats of a recipe's `head` and `embeddings`, of all rows but that in 16 bits.
+    `speculative`: method of speculative decoding, and number of drafted tokens; `draft`: a draft head in a separate folder.
+    `memory`, `reserve`, `space`: bytes of a device, the reserve and the cache, which replace the computed ones. `vocabulary`:
+    formats of a recipe's `head` and `embeddings`, for all rows except the 16-bit one.
     """
 
     pictures: Pictures
@@ -63,7 +63,7 @@ class CapacityRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """One request: its tokens, the bytes that they fill on a device, and the blocks that vLLM gives it."""
+    """One request: its tokens, the bytes that they fill on a device, and the cache blocks that vLLM allocates for it."""
 
     visual: int
     text: int
@@ -80,9 +80,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What a format gives for a load: requests at once, and bounds in seconds, None where the machine's rates are not known.
+    """The results of a format for a load: requests at once, and time bounds in seconds (None: unknown rates of the machine).
 
-    `prefill`: of one prompt; `step`: of one token for one request; `full_step`: of one token for all requests at once.
+    `prefill`: one prompt; `step`: one token of one request; `full_step`: one token of all requests at once.
     """
 
     requests: float
@@ -102,15 +102,15 @@ class FormatRow:
 
     @property
     def fits(self) -> bool:
-        """Whether at least one request can be served, of each load."""
+        """Whether at least one request of each load can be served."""
         return bool(self.served) and all(load.requests >= 1 for load in self.served.values())
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The plan. `loads`: by name, `all` and, after a reducer, its label. `notes`: what was assumed or is to be known.
+    """The plan. `loads`: by name, `all` and, with a reducer, its label. `notes`: assumptions and remarks.
 
-    `head_token_bytes`: what of `token_bytes` is of a head that drafts.
+    `head_token_bytes`: the part of `token_bytes` for a draft head.
     """
 
     request: CapacityRequest
@@ -130,12 +130,12 @@ class Capacity:
 
     @property
     def served(self) -> str:
-        """Name of the load that is served: after the reducer where there is one."""
+        """Name of the served load: that with the reducer, if there is one."""
         return list(self.loads)[-1]
 
     @property
     def best(self) -> FormatRow | None:
-        """The format to take: the target's own choice, then its choice for memory, then the smallest that fits."""
+        """The recommended format: the target's default, else its choice for memory, else the smallest that fits; None: none."""
         fitting = [row for row in self.rows if row.fits]
         schemes = self.request.target.schemes if self.request.target else {}
         for goal in (None, "memory"):
@@ -148,10 +148,11 @@ class Capacity:
 def plan_capacity(
     model: ServedModel, request: CapacityRequest, rows: bool = True, formats: Sequence[Weights] | None = None
 ) -> Capacity:
-    """Work out the plan. UserError for what cannot be asked: too long a context, devices that the heads do not divide by.
+    """Compute the plan. Raises `UserError` for an impossible request, e.g. too long a context or an indivisible number of
+    heads.
 
     Args:
-        rows: False: loads alone, without formats. `formats`: those to have rows for; None: all that schemes give.
+        rows: False: only loads, no formats. `formats`: the formats of rows; None: all formats of schemes.
     """
     if problem := served_model.tp_refusal(model.decoder, request.tp):
         raise UserError(problem)
@@ -212,7 +213,7 @@ def plan_capacity(
 
 
 def _count(model: ServedModel, request: CapacityRequest, notes: list[str]) -> tuple[Counted, int | None]:
-    """The visual tokens of a request, and those that its reducer leaves; None without one, or where it depends on the image."""
+    """The visual tokens of a request, and those after its reducer; None without one, or if that depends on the image."""
     if not request.pictures.images and not request.pictures.video:
         return Counted((), None, 0, (), 0), None
     rule = CountRule(model.path, model.meta_model.config, model.pictures)
@@ -238,7 +239,7 @@ def _count(model: ServedModel, request: CapacityRequest, notes: list[str]) -> tu
 def _encoder_bytes(
     model: ServedModel, defaults: Defaults, request: CapacityRequest, counted: Counted, left: int | None
 ) -> int:
-    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens after the reducer, where there is one."""
+    """Bytes of the encoder's cache; 0 without pictures. `left`: visual tokens after the reducer, or None."""
     if not request.pictures.images and not request.pictures.video:
         return 0
     largest = max(counted.largest, 1)
@@ -253,7 +254,7 @@ def _encoder_bytes(
 
 
 def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) -> int:
-    """The reserve of the module's docstring: activations are 2 bytes times 6 widths and 3 intermediate ones of each token."""
+    """The reserve of the module's docstring; activations of a token are 2 bytes times 6 hidden and 3 intermediate sizes."""
     decoder = model.decoder
     experts = tuple(width * max(decoder.active, 1) for width in decoder.intermediates[1:])
     intermediate = max(decoder.intermediates[:1] + experts, default=0)
@@ -268,7 +269,7 @@ def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) 
 
 
 def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
-    """What a format leaves and serves."""
+    """The row of a format: the space that its weights leave, and what it serves."""
     request, model = capacity.request, capacity.model
     if weights.stored is None:
         return FormatRow(weights, 0, None)
@@ -288,7 +289,7 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
 
 
 def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
-    """What a format gives for a load. `read`: bytes of the weights without a head that drafts; `space`: of the cache."""
+    """The results of a format for a load. `read`: bytes of the weights without a draft head; `space`: bytes of the cache."""
     request, model, target = capacity.request, capacity.model, capacity.request.target
     fits = (
         space - capacity.pool.block_bytes >= load.bytes
@@ -296,7 +297,7 @@ def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, s
     requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
     if target is None or not fits:
         return Served(float(requests), None, None, None)
-    # how a checkpoint that is quantized already computes is not looked at
+    # the arithmetic of an already quantized checkpoint is not examined
     rates = {} if weights.key == weight_bytes.QUANTIZED else target.rates
     kind = roofline.arithmetic_type(weights.scheme)
     visual = per_block(counted, load.visual, request.reduce, len(model.decoder.blocks))
@@ -319,12 +320,12 @@ def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, s
 
 
 def capacity_verdict(capacity: Capacity) -> str:
-    """In words, whether the model can be served so, and what would help where it cannot."""
+    """A sentence on whether the model can be served, and otherwise on what would help."""
     if capacity.best:
         return f"{capacity.best.weights.name} fits"
     stored = [row for row in capacity.rows if row.weights.stored is not None]
     if all(row.space is None for row in stored):
-        return "how much memory the machine has is not known; name it with --memory or --kv-cache-memory"
+        return "the machine's memory is unknown; give it with --memory or --kv-cache-memory"
     smallest, request_bytes = min(stored, key=lambda row: row.device), capacity.loads[capacity.served].bytes
     cache = request_bytes + capacity.pool.block_bytes
     device = (smallest.device + capacity.encoder + capacity.reserve + cache) / MEMORY_SHARE

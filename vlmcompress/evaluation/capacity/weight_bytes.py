@@ -1,16 +1,16 @@
-"""Bytes of the weights in each number format: exactly those that `quantize` writes, and what of them one device holds.
+"""Bytes of the weights in each number format, exactly as `quantize` writes them, and the part of them on one device.
 
-A format is a row for all schemes that give it, under the name of the one that the target is served best with. What a scheme
-makes of a model is asked of `plan.plan`, scheme by scheme, so a scheme that is added has a row by itself.
+A row is a format, for all schemes that produce it, under the name of the scheme that suits the target best. The layers of each
+scheme come from `plan.plan`, so that a new scheme gets a row automatically.
 
-Of several devices each has its part of every matrix of the decoder, the tower, the embedding and the head. What is no matrix
-(norms, biases, the kernel that cuts an image into patches) all of them have, and embeddings of positions; keys and values
-have a copy on several devices where these are more than their heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
+Each of several devices holds its part of every matrix of the decoder, the tower, the embedding and the head. Everything else
+(norms, biases, the patch kernel, position embeddings) is copied to all of them; heads of keys and values are replicated if
+there are more devices than heads. Source: vLLM 0.32 `model_executor/layers/linear.py`.
 
-Speculative decoding adds to both: a head of the checkpoint (`mtp`) has weights, and its decoder blocks' keys and values are in
-the cache of each token. Whoever drafts, a recurrent block keeps a state more for each drafted token, and as many inputs more of
-its convolution, to go back to. Sources: vLLM 0.32 `models/qwen3_5_mtp.py`, `v1/kv_cache_interface.py` (`MambaSpec`),
-`layers/mamba/mamba_utils.py`.
+Speculative decoding adds to both: the checkpoint's draft head (`mtp`) has weights, and its decoder blocks add keys and values
+to the cache of each token. With any draft method, a recurrent block keeps an additional state per drafted token, and as many
+additional inputs of its convolution, to roll back. Sources: vLLM 0.32 `models/qwen3_5_mtp.py`,
+`v1/kv_cache_interface.py` (`MambaSpec`), `layers/mamba/mamba_utils.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_files import Spec
 
 QUANTIZED = "quantized"
-"""Name of the row of a checkpoint that is quantized already."""
+"""Row name of an already quantized checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Weights:
     """The weights in one number format.
 
     Attributes:
-        name: scheme that gives it; `others`: schemes that give it, too.
+        name: a scheme that produces it; `others`: further such schemes.
         label: the number format in words; `key`: its name in `targets`.
-        stored: bytes of all tensors in the files; None where `refused` says why there are none.
-        scheme: the number formats; None: weights are left as they are.
-        options: the scheme's options where they are not its defaults: the size of groups that several devices do not tear.
+        stored: bytes of all tensors in the files; None if there are none, for the reason in `refused`.
+        scheme: the number formats; None: not quantized.
+        options: non-default options of the scheme: the group size that does not split groups over several devices.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Weights:
 def formats(
     model: ServedModel, target: str | None, devices: int = 1, vocabulary: Mapping[str, str] | None = None
 ) -> list[Weights]:
-    """A row for each number format that a scheme gives and the target runs, bf16 first; refused ones after them.
+    """A row for each number format that a scheme produces and the target runs, bf16 first; refused ones come last.
 
     Args:
-        devices: that share the model. Where groups of a scheme would be torn, it gets the largest that are not.
-        vocabulary: formats of the recipe's `head` and `embeddings`; the row in 16 bits stays as it is.
+        devices: number of devices that share the model; group sizes that would be split are reduced to the largest that fit.
+        vocabulary: formats of the recipe's `head` and `embeddings`; they do not apply to the 16-bit row.
 
     Raises:
-        UserError: the checkpoint is quantized, and so that it can't be shared out.
+        UserError: the layers of a quantized checkpoint can't be split over the devices.
     """
     if model.quantized:
         _check_stored(model, devices)
@@ -97,19 +97,19 @@ def formats(
 
 
 def _check_stored(model: ServedModel, devices: int) -> None:
-    """Raise `UserError` where the layers of a quantized checkpoint cannot be shared out, as far as it is read."""
+    """Raise `UserError` if the layers of a quantized checkpoint (in a supported format) can't be split over the devices."""
     if devices == 1 or model.spec is None or not model.headers:
         return
     try:
         layers = partition.stored_layers(model.path)
     except UserError:
-        return  # another tool's, of a format that is not read
+        return  # another tool's, in an unsupported format
     if problem := partition.partition_problem(layers, devices):
         raise UserError(problem)
 
 
 def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
-    """The option of a scheme by which devices tear none of its groups; none where they don't, or no size helps."""
+    """The group-size option with which devices split no groups of a scheme; empty if none are split, or no size helps."""
     scheme = module.scheme(module.Options())
     if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.Options)}:
         return {}
@@ -122,7 +122,7 @@ def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
 
 
 def _row(source: Source, target: str | None, row: Weights, devices: int, vocabulary: Mapping[str, str]) -> Weights:
-    """A row with its bytes, or with the reason why there are none."""
+    """The row with its bytes, or with the reason for a refusal."""
     scheme = row.scheme
     if target and (reason := targets.get_target(target).refusal(row.key)):
         return replace(row, refused=reason)
@@ -145,7 +145,7 @@ def stored_bytes(stored: Mapping[str, Spec]) -> int:
 
 
 def loaded_bytes(row: Weights, stored: Mapping[str, Spec]) -> int:
-    """Bytes of the weights in an engine, which loads a model in float32 as 16 bits."""
+    """Bytes of the weights in an engine, which loads float32 models in 16 bits."""
     wide = sum(spec.nbytes for spec in stored.values() if spec.dtype == "F32") if row.key == "bf16" else 0
     return (row.stored or 0) - wide // 2
 
@@ -160,7 +160,7 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     if tp == 1:
         return loaded
     total = stored_bytes(stored)
-    # Matrices and stacks of experts are split, vectors and convolutions are copied; so are tables of positions.
+    # Matrices and stacks of experts are split; vectors, convolutions and position tables are copied.
     whole = sum(spec.nbytes for name, spec in stored.items() if len(spec.shape) not in (2, 3) or "pos" in name)
     matrices = loaded - min(whole, loaded)
     copies = max(1, math.ceil(tp / kv_heads))
@@ -169,7 +169,7 @@ def device_bytes(loaded: int, stored: Mapping[str, Spec], tp: int, kv_heads: int
     return math.ceil(whole + matrices * (1 - share) / tp + matrices * share * copies / tp)
 
 
-METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # and how many tokens they draft at once by default
+METHODS = {"mtp": 1, "ngram": 4, "suffix": 4}  # method -> default number of drafted tokens
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Speculation:
     blocks: tuple[Attention, ...] = ()
 
     def __str__(self) -> str:
-        """Write it as `--speculative` has it."""
+        """The text in the form of `--speculative`."""
         return f"{self.method}:{self.tokens}"
 
     def added(self, decoder: ServedDecoder) -> ServedDecoder:
@@ -201,20 +201,20 @@ def parse_speculation(text: str) -> tuple[str, int]:
 
 
 def speculation_of(model: ServedModel, method: str, tokens: int) -> Speculation:
-    """What a method takes of a model. Raises `UserError` for `mtp` where the model has no head."""
+    """The costs of a method for a model. Raises `UserError` for `mtp` if the model has no draft head."""
     if method != "mtp":
         return Speculation(method, tokens)
     attention: Any = next((block for block in model.decoder.blocks if isinstance(block, Attention)), None)
     count = models.draft_blocks(model.spec, model.config) if model.spec else 0
     if not model.spec or not count or attention is None:
-        raise UserError("--speculative mtp: the model has no head that drafts tokens; use ngram or suffix")
+        raise UserError("--speculative mtp: the model has no draft head; use ngram or suffix")
     if lost := models.draft_lost(model.spec, model.config, model.stored):
         raise UserError(f"--speculative mtp: {lost}")
     return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
 
 
 def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
-    """What a draft head in a folder of its own takes next to a model. UserError: it doesn't fit the model."""
+    """The costs of a separate draft head. Raises `UserError` if it does not fit the model."""
     if problem := draft.mismatch(model.config):
         raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
     block: Any = draft.block
@@ -224,6 +224,6 @@ def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
 
 
 def draft_bytes(model: ServedModel) -> int:
-    """Bytes of a head's tensors, which are in the model's files and loaded only to draft with them."""
+    """Bytes of the model's draft head, which engines load only for speculative decoding."""
     names = models.draft_tensors(model.spec, model.stored) if model.spec else []
     return sum(model.stored[name].nbytes for name in names)

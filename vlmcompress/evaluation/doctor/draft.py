@@ -1,4 +1,4 @@
-"""Examine a draft head: whether its files are whole, and whether it fits the checkpoint that it is to draft for."""
+"""Examine a draft head: whether its files are complete, and whether it fits its target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from vlmcompress.utils.text import size
 
 
 def examine_draft(folder: Path, target: Path | None) -> list[Finding]:
-    """Examine the draft in `folder` and whether it goes with the checkpoint `target`: findings about files, values, sizes, and
-    the identity of the target. A draft of another checkpoint is found fault with: it guesses less well. None: there is no
-    target to look at."""
+    """Examine the draft in `folder` and its match with the checkpoint `target`: findings about files, values, sizes, and the
+    target's identity. A draft of another checkpoint is a problem, as it guesses less well. `target` None: not checked."""
     try:
         draft = Draft.of(folder)
     except UserError as error:
@@ -70,7 +69,7 @@ def _sizes(draft: Draft, config: dict) -> str:
 def _target(draft: Draft, target: Path) -> str:
     if not draft.is_for(target):
         raise UserError(
-            f"it was trained for another checkpoint, {draft.target.get('name', 'with other files')}; align it with "
+            f"it was trained for another checkpoint, {draft.target.get('name', 'with other files')}; adapt it with "
             f"`vlmcompress draft {target} --from {draft.folder}`"
         )
     return "the checkpoint that it was trained for"

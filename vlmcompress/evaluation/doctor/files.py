@@ -51,7 +51,7 @@ def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) ->
         UserError: `source` is not a folder.
     """
     if source is not None and not source.is_dir():
-        raise UserError(f"--source {source} is not a folder; give that of the original")
+        raise UserError(f"--source {source} is not a folder; give the original's folder")
     subject = _Subject(Path(path), source, weights)
     if subject.other and source is not None:
         raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
@@ -68,7 +68,7 @@ def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) ->
                 checks[name] = Finding(name, True, examine(subject))
             except UserError as error:
                 checks[name] = Finding(name, False, str(error))
-            except Exception as error:  # damage may surface anywhere in the libraries that read these files
+            except Exception as error:  # damage may cause any error in the libraries that read these files
                 checks[name] = Finding(name, False, f"{type(error).__name__}: {error_text(error)}")
     return list(checks.values())
 
@@ -88,7 +88,7 @@ class _Subject:
 
     @functools.cached_property
     def other(self) -> Any:
-        """The module of a format whose weights are not examined; None: they are."""
+        """The module of a format whose weights are not examined; None if they are examined."""
         return next((FORMATS.get(name) for file, name in _OTHERS.items() if (self.path / file).is_file()), None)
 
     @functools.cached_property
@@ -103,12 +103,12 @@ class _Subject:
 
     @functools.cached_property
     def quantization(self) -> dict:
-        """The `quantization_config` block; one without groups where the recipe quantizes nothing."""
+        """The `quantization_config` block; one without groups if nothing is quantized."""
         return self.config.get("quantization_config") or {"format": "dense", "config_groups": {}, "ignore": []}
 
     @functools.cached_property
     def stored(self) -> Stored | None:
-        """The checkpoint's layers where it is of another format than compressed-tensors, which transformers itself builds."""
+        """The layers of a checkpoint in another format than compressed-tensors, which transformers builds itself; else None."""
         if self.quantization.get("quant_method", compressed_tensors.FORMAT) == compressed_tensors.FORMAT:
             return None
         return Stored.of(self.path)
@@ -134,7 +134,7 @@ class _Subject:
 
     @functools.cached_property
     def linears(self) -> dict[str, nn.Module]:
-        """The linear layers of the unquantized model by memory name, and its token embedding where that is quantized."""
+        """Memory name -> linear layer of the unquantized model, and its token embedding if that is quantized."""
         return {
             name: module
             for name, module in models.matrices(self.meta_model).items()
@@ -143,13 +143,13 @@ class _Subject:
 
     @functools.cached_property
     def fused(self) -> list[Group]:
-        """Linear layers that an engine makes one matrix of."""
+        """Groups of linear layers that an engine fuses."""
         every = (*models.resolve_groups(self.meta_model, self.spec), *models.vision_linears(self.meta_model, self.spec))
         return [group for group in every if group.fused]
 
     @functools.cached_property
     def groups(self) -> dict[str, str | None]:
-        """Linear layer -> its config group or, in other formats, its scheme; None where it stays as it was."""
+        """Linear layer -> its config group or, in other formats, its scheme; None: not quantized."""
         return {name: self._group(name) for name in self.linears}
 
     def _group(self, name: str) -> str | None:
@@ -266,7 +266,7 @@ def _reducer(subject: _Subject) -> str:
 
 
 def _tensors(subject: _Subject) -> str:
-    if subject.stored:  # which looks at names and shapes itself
+    if subject.stored:  # `Stored` has checked names and shapes
         return f"{len(subject.entries)} tensors, none missing, none left over"
     names, state = subject.names, subject.meta_model.state_dict(keep_vars=True)
     for memory, disk in names.items():
@@ -294,14 +294,14 @@ def _layers(subject: _Subject) -> str:
                 raise UserError(f"tensor '{entry.name}' is {stored}, needed is {right}")
             if local == "weight_shape" and tensor_files.read_tensor(entry).tolist() != [rows, columns]:
                 raise UserError(f"tensor '{entry.name}' does not say {[rows, columns]}")
-    # Layers that an engine makes one matrix of have one global scale: of several vLLM takes the largest.
+    # Fused layers must share a global scale: of several, vLLM takes the largest.
     for fused in subject.fused:
         for scale in ("weight_global_scale", "input_global_scale"):
             names = [subject.names[key] for name in fused.linears if (key := f"{name}.{scale}") in subject.names]
             values = {name: float(tensor_files.read_tensor(subject.entries[name])) for name in names}
             if len(set(values.values())) > 1:
                 text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
-                raise UserError(f"an engine makes one matrix of these and takes one {scale}: {text}; quantize again")
+                raise UserError(f"an engine fuses these layers and uses one {scale}: {text}; quantize again")
     return f"{len(quantized)} of {len(subject.linears)} linear layers quantized, all shapes fit"
 
 
@@ -315,7 +315,7 @@ def _fused(subject: _Subject) -> str:
 
 def _names(subject: _Subject) -> str:
     if lost := models.unfound(subject.names, subject.spec, subject.entries):
-        remedy = "let `vlmcompress quantize` write the original again, it puts names right"
+        remedy = "write the original again with `vlmcompress quantize`, which corrects names"
         raise UserError(f"{models.unfound_text(lost)}; {remedy}")
     return f"{len(subject.names)} tensors have names that vLLM looks for"
 
@@ -335,36 +335,36 @@ def _engine(subject: _Subject) -> str:
 
 
 def _readers(subject: _Subject) -> str:
-    """Who loads it; a problem where nobody does."""
+    """The engines that load the checkpoint; a problem if none does."""
     record = manifest.read_manifest(subject.path) if (subject.path / manifest.MANIFEST).is_file() else {}
     return readers.readers_summary(launch_files.launch_facts(subject.config, record, subject.path.name))
 
 
 def _draft(subject: _Subject) -> str:
-    """Look at the head that drafts tokens for speculative decoding: whether it is whole, and left alone by the format."""
+    """Check the checkpoint's draft head: whether it is complete, and excluded from quantization."""
     specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
     problem = models.draft_fault(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
     if problem:
         raise UserError(problem)
     names = models.draft_tensors(spec, specs)
     if spec.draft is None or not names:
-        return "no head that drafts tokens"
+        return "no draft head"
     block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
     quantized = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
     if quantized:
         why = f"would be read as quantized, first '{quantized[0]}', and engines would not start with speculation"
-        raise UserError(f"{len(quantized)} layers of the head that drafts tokens {why}; quantize again")
+        raise UserError(f"{len(quantized)} layers of the draft head {why}; quantize again")
     literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
     if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
-        raise UserError(f"ignore lacks '{literal}', which SGLang looks for literally; quantize again, or add it")
+        raise UserError(f"ignore has no '{literal}', which SGLang searches for literally; quantize again, or add it")
     carried = size(sum(specs[name].nbytes for name in names))
-    return f"{spec.draft.prefix}, a head that drafts tokens: {len(names)} tensors, {carried}, in 16 bits"
+    return f"{spec.draft.prefix}, a draft head: {len(names)} tensors, {carried}, in 16 bits"
 
 
 def _types(subject: _Subject) -> str:
-    """Whether the floating tensors of a quantized checkpoint are of one type, as transformers does not cast all of them."""
+    """Check that the floating tensors of a quantized checkpoint have one type, as transformers does not cast all of them."""
     if "quantization_config" not in subject.config:
-        return "of a checkpoint that is not quantized every reader makes one type"
+        return "not quantized, so every reader casts to one type"
     memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
     for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
         packed |= {entry.name for entry in layer.entries.values()}
@@ -377,10 +377,10 @@ def _types(subject: _Subject) -> str:
         dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
         raise UserError(
             f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
-            "computes with tensors of a quantized checkpoint as they are, and fails; convert writes all in one type"
+            "does not cast tensors of a quantized checkpoint, and fails; vlmcompress convert writes all in one type"
         )
     wide = [name for name in other if not name.endswith("_global_scale")]
-    return f"{kind.name}" + (f", but {len(wide)} scales in float32, with which vLLM alone computes" if wide else "")
+    return f"{kind.name}" + (f", but {len(wide)} scales in float32, which only vLLM supports" if wide else "")
 
 
 def _values(subject: _Subject) -> str:
@@ -398,7 +398,7 @@ def _size(subject: _Subject) -> str:
         if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
             raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
     if after >= before and "quantization_config" in subject.config:
-        raise UserError(f"weights take {after} bytes, no less than the original's {before}")
+        raise UserError(f"weights take {after} bytes, not less than the original's {before}")
     if after == before:
         return f"{size(after)}, as they were"
     return f"{size(before)} -> {size(after)} ({smaller(before, after)})"

@@ -1,10 +1,10 @@
 """The errors of a checkpoint's layers by modality, and what changed from one checkpoint to another.
 
 A layer's error is the squared error of its output relative to the output, `|X dW^T|^2 / |X W^T|^2`, over the calibration
-tokens `X` of one modality; where a scheme rounds activations, the error of that (over a sample of tokens) is included.
-`quantize` records it for every layer. A scheme that saw no data knows only `|dW|^2 / |W|^2`, called `weight` here. For two
-checkpoints `ratio` is the other's error over the first's; the mean over layers is geometric, so that halving one error
-makes good for doubling another.
+tokens `X` of one modality; if a scheme rounds activations, their error (over a sample of tokens) is included. `quantize`
+records it for every layer. For a scheme without data, only `|dW|^2 / |W|^2` is known, called `weight` here. For two
+checkpoints, `ratio` is the other's error over the first's; the mean over layers is geometric, so that halving one error
+compensates for doubling another.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LayerErrors:
     Attributes:
         name: the folder's name.
         errors: linear layer -> kind -> relative squared error.
-        basis: the data that errors were measured on, as in a manifest's `calibration`; empty for errors of weights alone.
+        basis: the data that errors were measured on, as in a manifest's `calibration`; empty for errors of weights only.
         notes: remarks for the reader, a line each.
         kv_cache: attention module -> errors of an FP8 cache, see `statistics.kv_range`; empty without one.
-        maxima: first linear layer of a group -> kind -> share of input channels whose maximum that kind of token holds; for
+        maxima: first linear layer of a group -> kind -> share of input channels whose maximum is in tokens of that kind; for
             schemes that quantize activations.
         model: the original, as the manifest identifies it: family, source, hashes of its config and of its weights' headers.
     """
@@ -66,7 +66,7 @@ class Change:
 
     Attributes:
         before, after: mean error of the first and of the other.
-        ratio: geometric mean of after / before; below 1 the other is closer to the original. None where an error is zero.
+        ratio: geometric mean of after / before; below 1 the other is closer to the original. None if an error is zero.
         better, worse: layers in which the other's error is smaller, and larger.
     """
 
@@ -103,7 +103,7 @@ def kinds(*errors: LayerErrors) -> list[str]:
 
 
 def summarize_errors(errors: LayerErrors) -> dict[str, dict[str, Any]]:
-    """Sum up errors over layers: kind -> mean, median, and the worst layer."""
+    """Statistics of errors over layers: kind -> mean, median, and the worst layer."""
     result = {}
     for kind in kinds(errors):
         values = {layer: error[kind] for layer, error in errors.errors.items() if kind in error}
@@ -118,7 +118,7 @@ def summarize_errors(errors: LayerErrors) -> dict[str, dict[str, Any]]:
 
 
 def owners(errors: LayerErrors) -> dict[str, float]:
-    """Mean share over groups of layers, by kind of token, of the input channels whose maximum that kind holds."""
+    """Kind of token -> share of input channels whose maximum is in tokens of that kind, averaged over groups of layers."""
     present = [kind for kind in KINDS if any(kind in shares for shares in errors.maxima.values())]
     return {kind: fmean(shares.get(kind, 0.0) for shares in errors.maxima.values()) for kind in present}
 
@@ -139,7 +139,7 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
     if not shared:
         without_basis = before if not before.basis else after
         raise UserError(
-            f"{without_basis.name} knows the error of its weights alone and the other errors by modality; "
+            f"{without_basis.name} has errors of weights only and the other has errors by modality; "
             "add --stats STATS --model MODEL to measure both"
         )
     result = {}
@@ -156,7 +156,7 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
 
 
 def incomparable_reasons(before: LayerErrors, after: LayerErrors) -> list[str]:
-    """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured alike."""
+    """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured in the same way."""
     reasons = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
         sources = f"'{before.model.get('source')}' and '{after.model.get('source')}'"
@@ -182,18 +182,18 @@ def worst_first(*errors: LayerErrors) -> list[str]:
 
 
 def ratio(before: float, after: float) -> float | None:
-    """The ratio `after / before`; None if one of them is zero, as no factor says that."""
+    """The ratio `after / before`; None if one of them is zero."""
     return after / before if before > 0 and after > 0 else None
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of the values that are known; None if none is."""
+    """The geometric mean of the values that are not None; None if there are none."""
     logs = [math.log(value) for value in values if value is not None]
     return math.exp(fmean(logs)) if logs else None
 
 
 def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
-    """Warn of errors measured on fewer tokens than a layer has inputs: a solver can fit such tokens and miss all others."""
+    """A warning for errors measured on fewer tokens than a layer has inputs, to which a solver can overfit; else empty."""
     try:
         config = json_files.read(folder / "config.json")
         width = int((config.get("text_config") or config)["hidden_size"])

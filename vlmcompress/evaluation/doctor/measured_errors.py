@@ -1,12 +1,13 @@
 """Measure the errors of a finished checkpoint's layers from statistics of the original: no model is run.
 
-The weights `Q` of a layer are read back and compared with the original's. Where a scheme smooths, the layer's input is divided
-by some `s [in]`, and its error is `Q / s - W`. Nothing on disk says `s`, but the op before the layer does. A norm's weight was
-divided by it: the quotient of the two is what an engine computes with, exactly, the norm's own rounding included. Rows of a
-linear layer were divided and then quantized, so that `s` is estimated, and errors of the layers that read it are off by up to a
-twentieth (seen: 5% with AWQ). The op's own error is here that of its output before division, each channel as large as it was.
+The weights `Q` of a layer are read back and compared with the original's. If a scheme smooths, the layer's input is divided by
+some `s [in]`, and its error is `Q / s - W`. `s` is not stored, but follows from the operation before the layer. A norm's weight
+was divided by it, so that the quotient of the norm's weights is exact, including the norm's rounding. The rows of a linear
+layer were divided and then quantized, so that `s` is an estimate, and the errors of the layers that read its output are off
+by up to 5% (observed with AWQ). The error of that linear layer itself is measured before the division, with its channels in
+their original scale.
 
-The statistics may be those that the checkpoint was made from or of other samples: then errors are those that new data meet.
+The statistics may be those of the calibration, or of other samples, whose errors then are those on new data.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
     """Measure the errors of the checkpoint in `folder`, whose original is in `model`.
 
     Raises:
-        UserError: the three don't belong together, or the statistics have no Gram matrices of a quantized layer.
+        UserError: the three don't match, or the statistics have no Gram matrix of a quantized layer.
     """
     recorded = layer_errors.read_errors(folder)
     content, now = manifest.read_manifest(folder), identity.source_identity(model)
@@ -84,11 +85,11 @@ def measure(folder: Path, statistics: Statistics, model: Path) -> LayerErrors:
 
 
 class Weights:
-    """The weights of a checkpoint, plain or compressed in any format, by memory name and as an engine computes with them.
+    """The weights of a checkpoint, unquantized or in any format, by memory name and with the values that an engine uses.
 
     Args:
-        folder: of the checkpoint.
-        device: where tensors are read to.
+        folder: the checkpoint's folder.
+        device: device of the tensors; None: the CPU.
     """
 
     def __init__(self, folder: Path, device: torch.device | None = None):
@@ -105,11 +106,11 @@ class Weights:
         return self.stored.schemes.get(linear) if self.stored else None
 
     def parameter(self, name: str) -> Tensor:
-        """Read a tensor that is stored unquantized, as float32."""
+        """An unquantized tensor as float32."""
         return tensor_files.read_tensor(self.entries[self.names[name]]).to(self.device).float()
 
     def weight(self, linear: str) -> Tensor:
-        """Read the weight `[out, in]` of a linear layer, dequantized to float32."""
+        """The weight `[out, in]` of a linear layer, dequantized to float32."""
         if self.stored is None or linear not in self.stored:
             return self.parameter(f"{linear}.weight")
         codes = self.stored[linear][0]
@@ -119,7 +120,7 @@ class Weights:
         return replace(codes, **tensors).dequantize(torch.float32)
 
     def rounding(self, linear: str) -> Callable[[Tensor], Tensor] | None:
-        """The function by which an engine rounds the rows of a layer's input; None: it rounds nothing."""
+        """The function by which an engine rounds the rows of a layer's input; None: no rounding."""
         scheme = self.scheme(linear)
         if self.stored is None or scheme is None or scheme.activations is None:
             return None
@@ -147,7 +148,7 @@ def restored(groups: Sequence[Group], before: Weights, after: Weights) -> tuple[
             continue
         if group.smooth_kind == "norm":
             old, new = before.norm(group.smooth), after.norm(group.smooth)
-            # the norm was divided by s, so s = old / new; a channel of zero says nothing, and nothing depends on it
+            # the norm was divided by s, so s = old / new; a zero channel has no s and does not matter
             inputs |= dict.fromkeys(group.linears, torch.where(new == 0, 1.0, old / new))
         elif group.smooth in weights and after.scheme(group.smooth) is not None:
             old = before.weight(group.smooth) * inputs.get(group.smooth, 1.0)

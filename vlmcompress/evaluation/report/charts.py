@@ -1,8 +1,8 @@
 """Charts as inline SVG: pure functions from numbers to markup, coloured by the page's style sheet.
 
-Charts in rows of tables use percentages across, so they fill any width with text of one size. All
-others are a `Plot`: two axes with a grid in a `Frame`. On a page a plot is drawn twice (`both`), as broad as a page and as a
-phone, and the style sheet shows the one that fits, so that text is never scaled below what can be read.
+Charts in table rows use percentages horizontally, so that they fill any width with text of one size. All others are a `Plot`:
+two axes with a grid in a `Frame`. On a page a plot is drawn twice (`both`), in the width of a page and of a phone, and the
+style sheet shows the one that fits, so that text stays readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vlmcompress.evaluation.report.findings import AccuracyRow
 
 _NARROW, _BROAD = "ijlftrI.,:;|!'()[] ", "mwMW%@\N{RIGHTWARDS ARROW}"
-_WINNER, _FRONT, _OTHER = "#d55e00", "#0072b2", "#8a8a8a"  # Okabe and Ito's, where no style sheet goes before them
+_WINNER, _FRONT, _OTHER = "#d55e00", "#0072b2", "#8a8a8a"  # Okabe and Ito's colours, without a style sheet
 _LINES = ("#1f6fb4", "#d1602b", "#3c8c4e")
 
 
@@ -46,7 +46,7 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def picture(label: str, width: int, height: int, *marks: Markup, font: int = 12, **attributes: object) -> Markup:
-    """An SVG that can be a file of its own, with text of `font` units. `label` says in words what it shows."""
+    """A standalone SVG, with text of `font` units. `label` describes the picture in words."""
     attributes = {"role": "img", "aria_label": label, "font_family": "system-ui, sans-serif", **attributes}
     box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} {height}", "style": f"font-size: {font}px"}
     return element("svg", element("title", label), *marks, **box, **attributes)
@@ -63,7 +63,7 @@ class Axis:
     text: Callable[[float], str] = words.brief
 
     def share(self, value: float) -> float:
-        """The position of a value in 0 to 1, held inside the axis."""
+        """The position of a value in 0 to 1, clamped to the axis."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -113,8 +113,8 @@ def width(text: str, size: float) -> float:
 
 
 class Frame(NamedTuple):
-    """Size of a plot and of its text, in units that are about pixels where it is shown; `name` is its CSS class, `right`
-    the room for names right of the axes."""
+    """Size of a plot and of its text, in units that are about pixels when shown; `name` is its CSS class, `right` the space
+    for names right of the axes."""
 
     name: str
     width: int
@@ -136,10 +136,10 @@ class Dot:
 
     Attributes:
         low, high: ends of its error bar upwards; None: it has none.
-        css: CSS classes of its kind; `colour`: of the mark and its bar where no style sheet is.
-        named: whether its name has to be written; others are left out where there is no room.
-        strong: whether it is the one that the plot is about: larger, with a ring, its name bold.
-        hollow: whether it is the outline of a diamond instead of a disc.
+        css: CSS classes of its kind; `colour`: of the mark and its bar without a style sheet.
+        named: whether its name must be shown; other names are dropped if there is no space.
+        strong: whether it is highlighted: larger, with a ring and a bold name.
+        hollow: whether it is an outlined diamond instead of a disc.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Dot:
 
 
 class Plot:
-    """Two axes in a frame: `x` and `y` are the pixels of a value, `area` is what the axes span between their numbers."""
+    """Two axes in a frame: `x` and `y` return the pixels of a value, `area` is the rectangle between the axes."""
 
     def __init__(self, across: Axis, up: Axis, frame: Frame) -> None:
         self.across, self.up, self.frame = across, up, frame
@@ -171,7 +171,7 @@ class Plot:
         return self.area.bottom - (self.area.bottom - self.area.top) * self.up.share(value)
 
     def grid(self, across: str, up: str = "") -> Iterator[Markup]:
-        """Draw the grid with its numbers, as many as have room, and the names of both axes."""
+        """Draw the grid with as many tick labels as fit, and the names of both axes."""
         area, font = self.area, self.frame.font
         free = 0.0  # from where on a number has room
         for tick in self.across.ticks:
@@ -196,7 +196,7 @@ class Plot:
         return element("polyline", points=path, class_=css, **{"fill": "none", "stroke": "#888", **look})
 
     def along(self, points: Iterable[tuple[float, float]]) -> list[Box]:
-        """Small boxes along the line from point to point, which names keep off."""
+        """Small boxes along the line from point to point, which names avoid."""
         return [box for a, b in pairwise((self.x(x), self.y(y)) for x, y in points) for box in _boxes_along(a, b)]
 
     def dots(self, dots: Sequence[Dot], keep_off: Sequence[Box] = ()) -> list[Markup]:
@@ -204,7 +204,7 @@ class Plot:
         spots: list[tuple[float, float]] = []
         for dot in dots:
             at = self.x(dot.x)
-            if dot.low is not None:  # bars that would hide each other stand a little aside, alternately right and left
+            if dot.low is not None:  # bars that would overlap are shifted slightly, alternately right and left
                 occupied = [x for (x, _), other in zip(spots, dots, strict=False) if other.low is not None]
                 gap = 6 if self.frame is PAGE else 4
                 free = (at + sign * step * gap for step in range(5) for sign in (1, -1))
@@ -233,9 +233,9 @@ class Plot:
     def _names(
         self, dots: Sequence[Dot], spots: Sequence[tuple[float, float]], keep_off: Sequence[Box]
     ) -> Iterator[Markup]:
-        """Write names next to their dots, the needed ones first, or above or below, where they cover the least.
+        """Place names next to, above or below their dots, required ones first, where they cover the least.
 
-        Names never overlap. One that is not needed is left out where it would cover a mark or be far off.
+        Names never overlap. An optional name is dropped if it would cover a mark or be far away.
         """
         font, area = self.frame.font, self.area
         high, placed = 1.25 * font, list[Box]()
@@ -269,7 +269,7 @@ class Plot:
             yield element("text", dot.name, x=start, y=best.bottom - 0.35 * font, text_anchor=anchor, **look)
 
     def picture(self, label: str, *marks: Markup) -> Markup:
-        """The SVG of these marks. `label` says in words what it shows."""
+        """The SVG of these marks. `label` describes the plot in words."""
         frame = self.frame
         look: dict[str, Any] = {"font": frame.font, "fill": "#777", "class_": f"plot {frame.name}"}
         return picture(label, frame.width, frame.height, *marks, **look)
@@ -281,7 +281,7 @@ def _boxes_along(start: tuple[float, float], end: tuple[float, float]) -> list[B
 
 
 def both(draw: Callable[[Frame], Markup], frame: Frame = PAGE) -> Markup:
-    """Draw for a page and for a phone, of which the style sheet shows one; empty where there is nothing to draw."""
+    """Draw for a page and for a phone, of which the style sheet shows one; empty if there is nothing to draw."""
     return draw(frame) + draw(PHONE)
 
 
@@ -292,8 +292,8 @@ _EDGE = 6  # percent of a row's width, left free on both sides for half a label
 
 
 def accuracy_axis(rows: Sequence[AccuracyRow]) -> Axis:
-    """An axis that holds every interval, zero and the first row's margin, but at most 30 points: neither a wild family nor
-    the wide margin of families may flatten the rest."""
+    """An axis for all intervals, zero and the first row's margin, but at most 30 points, so that an extreme family or the wide
+    margin of families does not flatten the rest."""
     low = min(-0.01, -rows[0].comparison.margin, *(row.comparison.low for row in rows))
     high = max(0.01, *(row.comparison.high for row in rows))
     return replace(linear(max(low, -0.3), min(high, 0.3)), text=lambda v: typeset(in_points(v).removesuffix(".0")))
@@ -318,7 +318,7 @@ def ruler(axis: Axis, unit: str = "points") -> Markup:
 
 
 def accuracy(row: AccuracyRow, axis: Axis) -> Markup:
-    """A difference and its interval; zero is a line. Where the row is judged, the region beyond the margin is shaded."""
+    """A difference and its interval; zero is a line. For judged rows, the region beyond the margin is shaded."""
     c, shaded = row.comparison, []
     judged = f": {words.VERDICTS[c.verdict]}" * row.judged
     label = f"{in_points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{judged}"
@@ -364,8 +364,8 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Sequence[float
     """The share of values below x, on a logarithmic axis, where a constant ratio of two sides is a constant distance.
 
     Args:
-        runs: side ("baseline", "candidate") -> one list of values a repeat. Each repeat is a thin curve, all together a
-            thick one; the median is marked and written. Values of zero count as the smallest positive one.
+        runs: side ("baseline", "candidate") -> one list of values per repeat. Each repeat is a thin curve, all together a
+            thick one; the median is marked and labelled. Values of zero count as the smallest positive one.
     """
     pooled = {side: np.concatenate([np.asarray(values, float) for values in lists]) for side, lists in runs.items()}
     positive = np.concatenate(list(pooled.values()))
@@ -393,7 +393,7 @@ def cumulative(title: str, unit: str, runs: Mapping[str, Sequence[Sequence[float
 
 
 def histogram(title: str, unit: str, sides: Mapping[str, Sequence[float]]) -> Markup:
-    """Counts in at most 24 bins that both sides share: the baseline filled, the candidate as an outline over it."""
+    """Counts in at most 24 common bins: the baseline filled, the candidate as an outline over it."""
     low, high = (float(end(map(end, sides.values()))) for end in (min, max))
     edges = np.linspace(low, high + 1, int(min(24, max(1, high - low + 1))) + 1)
     counts = {side: np.histogram(values, edges)[0].tolist() for side, values in sides.items()}
@@ -418,7 +418,7 @@ class Point(NamedTuple):
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front: points that no other beats in one respect and equals in the other, by rising gain."""
+    """The Pareto front, by ascending gain: points that no other dominates."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.gain, -p.accuracy.difference)):
         if not best or point.accuracy.difference > best[-1].accuracy.difference:
@@ -427,9 +427,9 @@ def undominated(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(points: Sequence[Point], what: str, margin: float, frame: Frame = HALF) -> Markup:
-    """Compared runs by gain (`what` names it, "times smaller") and accuracy; the baseline is at (1, 0).
+    """Compared runs by gain (`what` is its name, "times smaller") and accuracy; the baseline is at (1, 0).
 
-    Of more than 12 runs only those on the front have to be named; the tables have all.
+    For more than 12 runs only those on the front must be named; the tables have all.
     """
     across = logarithmic(min(1.0, *(p.gain for p in points)), max(1.05, *(p.gain for p in points)))
     lows, highs = [p.accuracy.low for p in points], [p.accuracy.high for p in points]
@@ -467,7 +467,7 @@ def front(
 
     Args:
         max_drop: the floor, as a share.
-        gain: what the gain is of, for the axis.
+        gain: the axis label of the gain.
         confirmed: the winner's answers to other questions: `questions`, `difference`, `low`, `high`.
     """
     rows = sorted(
@@ -515,11 +515,11 @@ def _signed(value: float) -> str:
 def requests(
     title: str, sizes: Sequence[str], pixels: Sequence[int], lines: Mapping[str, Sequence[float | None]]
 ) -> Markup:
-    """Requests that a machine holds at once over the size of the image, a line for each load, on logarithmic axes.
+    """Concurrent requests of a machine against the image size, one line per load, on logarithmic axes.
 
     Args:
         sizes: names of the image sizes, `448x448`; `pixels`: their pixels, above zero.
-        lines: load -> requests at once for each size; None where none fits.
+        lines: load -> concurrent requests for each size; None: none fits.
     """
     counts = [value for values in lines.values() for value in values if value]
     if not counts:

@@ -1,6 +1,6 @@
-"""Compare several runs, to choose the candidate that trades accuracy for size and speed best.
+"""Compare several runs, to choose the candidate with the best trade-off of accuracy, size and speed.
 
-`merge` makes one run of an evaluation and a benchmark of the same candidate and baseline. The merged runs are compared in
+`merge` combines an evaluation and a benchmark of the same candidate and baseline to one run. The merged runs are compared in
 `report.html` and `report.md`, with a table and charts of accuracy against size and speed, and in `comparison.json` for
 programs; each has its own report in a folder below.
 """
@@ -34,8 +34,8 @@ class Row:
 
     Attributes:
         smaller, faster: factors over the baseline, more is better; None: unknown.
-        speed_of: the metric that `faster` is of; `speed_differs`: whether it is more than chance, see `words.unclear`.
-        held_to: the gate or margins that the verdict is about; empty without a verdict.
+        speed_of: the metric of `faster`; `speed_differs`: whether it is more than chance, see `words.unclear`.
+        held_to: the gate or margins of the verdict; empty without a verdict.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Row:
 
 
 def merge(runs: Sequence[Results]) -> list[Results]:
-    """Merge runs that are about the same candidate and baseline and don't contradict each other.
+    """Merge runs of the same candidate and baseline that don't conflict.
 
-    Runs contradict each other, and stay apart, if both have a benchmark, a gate or a suite of the same name. Facts that a
-    report has once (date, machine, settings of the engine) come from the first of two merged runs.
+    Runs conflict, and stay separate, if both have a benchmark, a gate or a suite of the same name. Facts that occur once in a
+    report (date, machine, settings of the engine) come from the first of two merged runs.
     """
     merged: list[Results] = []
     for b in runs:
@@ -80,7 +80,7 @@ def merge(runs: Sequence[Results]) -> list[Results]:
 def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> dict[str, Path]:
     """Report on the runs in `folders` (each with a `results.json`) in the folder `out`.
 
-    One run, or several that `merge` makes one, gives the report of `files.write`.
+    A single run, also after `merge`, gives the report of `files.write_report`.
 
     Args:
         overwrite: such a report may replace one of other checkpoints.
@@ -118,13 +118,13 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrit
 
 
 def comparison_tables(folders: Sequence[str | Path]) -> str:
-    """What the candidates of some runs recover, as tables for a terminal; empty without an evaluation."""
+    """The recovered scores of the runs' candidates, as tables for a terminal; empty without an evaluation."""
     tables = recovery_tables(summarise(merge([load_results(folder) for folder in folders])))
     return "\n\n".join(aligned([["recovery", r.baseline, *r.names], *r.lines]) for r in tables)
 
 
 def summarise(runs: Sequence[Results]) -> list[Row]:
-    """A row for each run, in their order; names that occur twice are numbered."""
+    """A row per run, in order; duplicate names are numbered."""
     rows: list[Row] = []
     for run in runs:
         name = _unused(run.candidate.name, [row.name for row in rows])
@@ -216,7 +216,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 class Recovery(NamedTuple):
-    """A table for the candidates of one baseline: benchmarks, size and speed down, the baseline and all candidates across."""
+    """A table for the candidates of one baseline: rows are benchmarks, size and speed, columns the baseline and candidates."""
 
     baseline: str
     names: list[str]
@@ -224,7 +224,7 @@ class Recovery(NamedTuple):
 
 
 def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
-    """What each candidate recovers of its baseline's scores, with points and intervals; a table for each baseline."""
+    """The share of its baseline's scores that each candidate recovers, with points and intervals; a table per baseline."""
     tables = []
     for baseline in dict.fromkeys(row.baseline for row in rows if row.suites):
         columns = [row for row in rows if row.baseline == baseline and row.suites]

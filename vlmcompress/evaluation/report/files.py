@@ -1,4 +1,4 @@
-"""The files of a report: everything is made before anything is written, and no file is ever half there."""
+"""The files of a report, all of which are rendered before any is written, each atomically."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.text import points, smaller
 
 JOURNAL = "answers.jsonl"
-"""Answers as they come, kept in the folder of a report by `vlmcompress eval`, so that a killed run can go on."""
+"""The journal of answers of `vlmcompress eval` in a report's folder, from which a killed run resumes."""
 
 _COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None: "blue"}
 
 
 def write_report(results: Results, folder: str | Path) -> dict[str, Path]:
-    """Write a report into `folder`: made if missing, older files replaced, each whole or not at all.
+    """Write a report to `folder`, which is created if missing; older files are replaced atomically.
 
     Returns:
         kind ("json", "md", "html", "junit", "badge") -> file.
@@ -50,7 +50,7 @@ def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwr
         overwrite: a report of other checkpoints may be replaced.
 
     Raises:
-        UserError: the folder has files and is no report, or has the report of other checkpoints.
+        UserError: the folder has files but is not a report, or has the report of other checkpoints.
     """
     refuse_other_files(folder)
     if overwrite or not (folder / FILE).is_file():
@@ -64,10 +64,10 @@ def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwr
 
 
 def refuse_other_files(folder: Path, mark: str = FILE, unfinished: str = JOURNAL) -> None:
-    """Raise `UserError` if `folder` holds files and none called `mark`, by which a report is known as ours to replace.
+    """Raise `UserError` unless `folder` is empty or contains `mark`, the file that identifies our reports.
 
     Args:
-        unfinished: a file that may be there alone.
+        unfinished: a file that may be the only one in the folder.
     """
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names - {unfinished} and mark not in names:

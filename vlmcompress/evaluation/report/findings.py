@@ -1,4 +1,5 @@
-"""What a report on one comparison shows, as data: `text` and `html` lay the same `Findings` out, `files` judges by them."""
+"""The content of a report on one comparison, as data: `text` and `html` render these `Findings`, `files` uses their
+verdicts."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class AccuracyRow(NamedTuple):
 def rows(suite: Suite, gate: Gate | None) -> list[AccuracyRow]:
     """All samples together, then the families, each with one verdict at most.
 
-    A row that a rule of the gate judges has that rule's margin and verdict. Families that no rule judges have no verdict;
-    all samples together are then judged by the suite's own margin.
+    A row with a rule in the gate has that rule's margin and verdict. Families without a rule have no verdict; all samples
+    together are then judged by the suite's margin.
     """
     judging = {rule.family: rule for rule in (gate.rules if gate else []) if rule.suite == suite.name}
     lines = []
@@ -62,7 +63,7 @@ class SuiteFindings:
 
     @property
     def fallen(self) -> list[str]:
-        """At most one sentence: families that no rule judges and that lost more than the margin, significant among all."""
+        """At most one sentence: families without a rule that significantly lost more than the margin, after correction."""
         lost = [row for row in self.rows[1:] if not row.judged and row.comparison.verdict == "fail"]
         names, limit = ", ".join(row.name for row in lost), words.margin(lost[0].comparison.margin) if lost else ""
         count = len(self.suite.families)
@@ -76,7 +77,7 @@ class SuiteFindings:
 
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:
-        """Counts of answers that are suspect in themselves: what, (of the baseline, of the candidate)."""
+        """Counts of suspect answers: kind, (of the baseline, of the candidate)."""
         return [
             ("no answer found in the text", self.suite.unparsed),
             ("not answered, as the model or engine raised", self.suite.refused),
@@ -95,7 +96,7 @@ class SpeedTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a report on results shows; each part is worked out when it is first read."""
+    """The content of a report on results; each part is computed on first access."""
 
     results: Results
 
@@ -109,7 +110,7 @@ class Findings:
 
     @cached_property
     def headline(self) -> list[str]:
-        """Sentences for someone who reads one paragraph."""
+        """The summary of the report, as sentences."""
         results, lines, several = self.results, [], len(self.suites) > 1
         if gate := results.gate:
             lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
@@ -161,7 +162,7 @@ class Findings:
 
     @cached_property
     def main_speed(self) -> tuple[str, Ratio] | None:
-        """The speed that stands for the benchmark: served and cold if measured, requests per second before latency."""
+        """The main figure of the benchmark: served and cold if measured, requests per second before latency."""
         summary = self.results.bench.summary if self.results.bench else {}
         for mode, state in product(("serve", "offline"), ("cold", "warm")):
             metrics = summary.get(mode, {}).get(state, {})
@@ -211,7 +212,7 @@ class Findings:
 
     @property
     def made(self) -> list[tuple[str, str]]:
-        """How the candidate was made, as rows (what, how); empty where nothing is known."""
+        """The candidate's provenance as rows (what, how); empty if unknown."""
         return provenance_rows(self.results.candidate)
 
     @property
@@ -235,7 +236,7 @@ class Findings:
 
 
 def provenance_rows(side: Side) -> list[tuple[str, str]]:
-    """How a checkpoint was made, as rows (what, how); empty where nothing is known."""
+    """A checkpoint's provenance as rows (what, how); empty if unknown."""
     stored = side.made.reducer if side.made else ""
     attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != stored)
     reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")

@@ -1,6 +1,6 @@
-"""Errors of linear layers as cells of heat maps: one a part of the model and modality, a column a block, a row a kind of layer.
+"""Errors of linear layers as heat maps: one map per model part and modality, a column per block, a row per kind of layer.
 
-The page draws a map as a table. `errors` gives cells of errors, `changes` those of the factors between two checkpoints.
+The page draws a map as a table. `errors` returns cells of errors, `changes` cells of the factors between two checkpoints.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vlmcompress.utils.text import percentage, times
 
 
 class Cell(NamedTuple):
-    """A cell of a map, or a colour of its legend: the kind of colour ("gain", "loss" or "" for an error), its strength in 0
-    to 1, what it stands for, and a `number` that is short enough to be written in it."""
+    """A cell of a map or legend: the kind of colour ("gain", "loss" or "" for an error), its strength in 0 to 1, its meaning,
+    and a short `number` to show in it."""
 
     kind: str
     shade: float
@@ -49,7 +49,7 @@ class Grid:
 
 
 def grids(errors: Mapping[str, Mapping[str, float]]) -> list[Grid]:
-    """Errors of layers as grids by part and modality; of many like layers in a block (experts) the worst."""
+    """Errors of layers as grids by part and modality; for a block's experts, the worst one."""
     by_key: dict[tuple[str, str], Grid] = {}
     for layer, by_modality in errors.items():
         part, block, kind = split(layer)
@@ -76,14 +76,14 @@ def extremes(grids: Iterable[Grid]) -> tuple[float, float]:
 
 def strength(error: float, scale: tuple[float, float]) -> float:
     """Opacity of a cell by the error's logarithm: 0.06 for the smallest error of the scale, 1 for the largest."""
-    # Errors span orders of magnitude: equal factors are equal steps of colour, and the smallest is still seen.
+    # Errors span orders of magnitude: equal factors are equal steps of colour, and the smallest stays visible.
     low, high = (math.log(max(x, 1e-12)) for x in scale)
     share = (math.log(max(error, scale[0], 1e-12)) - low) / (high - low) if high > low else 1.0
     return 0.06 + 0.94 * min(1.0, share)
 
 
 def errors(grid: Grid, scale: tuple[float, float]) -> Cells:
-    """The errors of a grid in percent, the deeper the colour the larger their logarithm."""
+    """The errors of a grid in percent; colours deepen with their logarithm."""
     return {
         kind: {block: Cell("", strength(e, scale), percentage(e), compact(100 * e)) for block, e in row.items()}
         for kind, row in grid.cells.items()
@@ -102,8 +102,8 @@ def largest_change(pairs: Iterable[tuple[Grid, Grid]]) -> float:
 
 
 def changes(before: Grid, after: Grid, most: float) -> Cells:
-    """The factors between two grids, the deeper the colour the larger their logarithm, full at `most` or its inverse; better
-    and worse differ in colour. Layers that only one of the two grids has are left out."""
+    """The factors between two grids; colours deepen with their logarithm up to `most` or its inverse, with different colours
+    for better and worse. Layers in only one of the grids are left out."""
     cells: dict[str, dict[int, Cell]] = {}
     for kind, row in before.cells.items():
         for block, old in row.items():
@@ -135,7 +135,7 @@ def change_legend(most: float) -> list[Cell]:
 
 
 def compact(value: float) -> str:
-    """A number from zero on in few characters: `12`, `1.2`, `0.12`, `0.03`, `0.0002`, `<0.0001`."""
+    """A non-negative number in few characters: `12`, `1.2`, `0.12`, `0.03`, `0.0002`, `<0.0001`."""
     if value == 0 or value >= 9.95:
         return f"{value:.0f}"
     if value >= 0.095:

@@ -1,6 +1,6 @@
 """Findings as `report.html`: the templates next to this file, filled with findings, charts and pictures.
 
-A page needs nothing from outside: style, charts (inline SVG) and pictures (data URIs) are in it, and it has no script.
+A page is self-contained: style, charts (inline SVG) and pictures (data URIs) are embedded, and it has no script.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def report_page(findings: Findings) -> str:
     ratios = [ratio for table in findings.speed for ratio in table.metrics.values()]
     axis = charts.gain_axis(ratios) if ratios else None
     overview = [s.rows[0]._replace(name=s.suite.name) for s in findings.suites]
-    # those with pictures first, as readers can judge these
+    # samples with pictures first, as readers can judge them
     examples = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[
         :_EXAMPLES
     ]
-    panels = []  # latencies as clients saw them, of served runs
+    panels = []  # client-side latencies of served runs
     for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
         sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
         for run in bench.runs if bench else ():
@@ -101,17 +101,17 @@ def _heat(side: Side) -> dict[str, Any]:
 
 
 def thumbnail(png: str) -> tuple[str, bool]:
-    """A PNG in base64 as data URI, small ones as PNG, larger ones shrunk to JPEG; and whether it is small.
+    """A base64 PNG as data URI (large ones are shrunk to JPEG), and whether it is small.
 
     Raises:
-        UserError: it is no PNG.
+        UserError: not a PNG.
     """
     try:
         image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
         image.load()
     except Exception as error:  # decoders raise anything on damaged data
         raise UserError(
-            f"results have a picture that is no PNG ({error_text(error)}); write the report again"
+            f"results have a picture that is not a PNG ({error_text(error)}); write the report again"
         ) from error
     with image:
         if max(image.size) <= THUMBNAIL:
@@ -124,7 +124,7 @@ def thumbnail(png: str) -> tuple[str, bool]:
 
 
 def fill_template(template: str, **variables: Any) -> str:
-    """A template with the style sheet in it, filled; text is escaped, charts are markup already."""
+    """A rendered template with the style sheet; text is escaped, charts are already markup."""
     style = Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8"))
     return words.printable(_environment().get_template(template).render(style=style, words=words, **variables))
 

@@ -1,6 +1,6 @@
 """`vlmcompress report-error`: errors of layers as JSON data, as text and as a page with heat maps.
 
-Of one checkpoint the worst layers, of two (`first`, `other`) also the changes by modality from the first to the other.
+For one checkpoint the worst layers, for two (`first`, `other`) also the changes by modality from the first to the other.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def _changes(first: LayerErrors, other: LayerErrors) -> str:
 
 
 def largest(errors: LayerErrors) -> list[str]:
-    """A line on the modalities that hold the largest inputs; empty where that was not recorded."""
+    """A line on the modalities with the largest inputs; empty if that was not recorded."""
     shares = ", ".join(f"{share:.0%} {kind}" for kind, share in layer_errors.owners(errors).items())
     return [f"Largest inputs, by channel: {shares} tokens' (mean over {len(errors.maxima)} groups)."] if shares else []
 
 
 def verdict(change: Change) -> str:
-    """`gained` or `lost` where the errors fell or rose by more than a hundredth, else `as before`."""
+    """`gained` or `lost` if the errors fell or rose by more than 1%, else `as before`."""
     if change.ratio is None or abs(change.ratio - 1) < 0.01:
         return "as before"
     return "gained" if change.ratio < 1 else "lost"
@@ -119,7 +119,7 @@ def _cell(layer: str, kind: str, first: LayerErrors, other: LayerErrors | None) 
 
 
 def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
-    """Rows on keys and values, those first that scales of text tokens alone would clip most; `top` of them (0: all)."""
+    """Rows on keys and values, sorted by how much scales of text tokens alone would clip; `top` of them (0: all)."""
     parts = [(layer, name, part) for layer, both in errors.kv_cache.items() for name, part in both.items()]
     parts.sort(key=lambda row: -max(share or 0.0 for share in row[2]["clipped"].values()))
     kinds = [kind for kind in layer_errors.KINDS if any(kind in part["maximum"] for _, _, part in parts)]
@@ -134,7 +134,7 @@ def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
 
 
 def layers_page(first: LayerErrors, other: LayerErrors | None = None) -> str:
-    """A page with a heat map for each modality; of two checkpoints before, after and the change."""
+    """A page with a heat map per modality; for two checkpoints before, after and the change."""
     checkpoints = [first] if other is None else [first, other]
     kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
     grids = [{(g.part, g.modality): g for g in heatmap.grids(e.errors) if g.modality in kinds} for e in checkpoints]

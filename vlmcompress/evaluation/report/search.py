@@ -1,6 +1,6 @@
-"""`vlmcompress search` and `auto`: what a search says of its winner, as text, as a page and as a Pareto plot.
+"""The result of `vlmcompress search` and `auto` as text, as a page and as a Pareto plot.
 
-All of it reads the data of `search.outcome.plain`, which is written as `search.json`.
+They are made from the data of `search.outcome.outcome_json`, which is written as `search.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 12  # candidates in the text
 
 
 def search_text(data: Mapping[str, Any]) -> str:
-    """A headline, the candidates worth knowing, the verdict, and where the files are."""
+    """A headline, the main candidates, the verdict, and the paths of the files."""
     tried = [candidate for candidate in data["candidates"] if candidate["questions"]][:ROWS]
     columns = ("name", "gain", "questions", "difference", "chance", "why")
     rows: list[tuple[object, ...]] = [("candidate", *columns[1:5], "")]
@@ -58,7 +58,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def headline(data: Mapping[str, Any]) -> str:
-    """One sentence: what won, by how much, and whether its floor was confirmed; or that nothing did, and the nearest."""
+    """One sentence: the winner, its gain, and whether the floor was confirmed; or that none won, with the nearest candidate."""
     floor = words.margin(data["max_drop"])
     if data["winner"]:
         winner = next(candidate for candidate in data["candidates"] if candidate["winner"])
@@ -80,7 +80,7 @@ def headline(data: Mapping[str, Any]) -> str:
 
 
 def notes(data: Mapping[str, Any]) -> list[str]:
-    """What the search cost, whether its time ended it, what one more point would buy, and what requests cost."""
+    """Notes on the cost of the search, its time limit, the winner at a lower floor, and the cost of requests."""
     questions = data["questions"]
     lines = [
         f"Asked {questions['asked']:,} questions in {duration(data['seconds'])}; asking every candidate all of them would "

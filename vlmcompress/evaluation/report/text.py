@@ -1,4 +1,4 @@
-"""Findings as text: tables of figures for a terminal, and Markdown for `report.md` and model cards, verdict first."""
+"""Findings as text: tables for a terminal, and Markdown for `report.md` and model cards, verdict first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.text import figures, percentage, points, size
 from vlmcompress.utils.text import table as columns
 
-LIMIT = 60_000  # bytes of `report.md`, which CI shows as a summary; sections that would pass it are left out
+LIMIT = 60_000  # bytes of `report.md`, which CI shows as a summary; sections beyond it are left out
 MARKS: dict[Verdict, str] = {
     "pass": "\N{WHITE HEAVY CHECK MARK} pass",
     "fail": "\N{CROSS MARK} fail",
@@ -87,7 +87,7 @@ def markdown(findings: Findings) -> str:
 
 
 def card_section(findings: Findings) -> str:
-    """What a model card says of results: the verdict, accuracy and speed, under headings of the third level."""
+    """The results section of a model card: verdict, accuracy and speed, with third-level headings."""
     results = findings.results
     sections = [
         f"Compared with {escape(results.baseline.name)}.",
@@ -100,7 +100,7 @@ def card_section(findings: Findings) -> str:
 
 
 def _figures(findings: Findings) -> list[str]:
-    """Sections on what is recovered, on the accuracy of each suite and on speed."""
+    """Sections on recovered scores, the accuracy of each suite, and speed."""
     results, rows = findings.results, list[tuple[str, ...]]()
     for s in findings.suites:  # as in published model cards: both scores, what is recovered, and how sure that is
         c, name = s.overall, f"{s.suite.name} ({s.suite.metric})"
@@ -155,5 +155,5 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]], right:
 
 
 def escape(text: str) -> str:
-    """The text as one line of Markdown in which nothing is markup."""
+    """The text as one line of Markdown with all markup escaped."""
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(words.printable(text).split()))

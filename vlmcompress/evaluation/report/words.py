@@ -33,7 +33,7 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a model may answer with and neither XML nor HTML can hold."""
+    """The text without control characters, which model answers may contain but XML and HTML cannot."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -48,7 +48,7 @@ def percent(share: float) -> str:
 
 
 def recovery(c: Comparison) -> str:
-    """The candidate's score as a share of the baseline's: `99.2%`; empty where the baseline has none."""
+    """The candidate's score as a share of the baseline's: `99.2%`; empty if the baseline's is zero."""
     return percent(c.candidate / c.baseline) if c.baseline else ""
 
 
@@ -58,7 +58,7 @@ def margin(share: float) -> str:
 
 
 def brief(value: float) -> str:
-    """A number with as few figures as it needs: `0.5`, `1e-5`, `1,000`."""
+    """A number in its shortest form: `0.5`, `1e-5`, `1,000`."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
 
 
@@ -73,7 +73,7 @@ def difference_text(c: Comparison) -> str:
 
 
 def pace(r: Ratio) -> str:
-    """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` where it may be chance."""
+    """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` if it may be chance."""
     middle = gain_ratio(r, r.ratio)
     if not comparable(r):
         return "not comparable"
@@ -93,12 +93,12 @@ def spread(r: Ratio) -> str:
 
 
 def comparable(r: Ratio) -> bool:
-    """Whether both sides had a good request to compare; a side without one makes the ratio zero or undefined."""
+    """Whether both sides had a good request; otherwise the ratio is zero or undefined."""
     return all(0 < ratio < math.inf for ratio in (r.low, r.ratio, r.high))
 
 
 def unclear(r: Ratio) -> bool:
-    """Whether a change may be chance: its 95% interval reaches 1, or there is none, or the ratio rounds to 1."""
+    """Whether a change may be chance: its 95% interval contains 1, there is no interval, or the ratio rounds to 1."""
     if r.interval is None or f"{r.ratio:.2f}" == "1.00":
         return True
     low, high = r.interval
@@ -126,7 +126,7 @@ def load_text(bench: Bench) -> str:
 
 
 def verdict_text(c: Comparison) -> str:
-    """A verdict in a sentence or two: what the interval shows about the margin, and what would decide if nothing."""
+    """A verdict in a sentence or two: what the interval shows about the margin, and what would decide otherwise."""
     change, limit = f"{points(c.difference)} points ({interval(c)})", margin(c.margin)
     lost = ""  # graded scores have no counts of answers
     if c.baseline_only is not None and c.candidate_only is not None:
@@ -179,7 +179,7 @@ def tally(verdict: Verdict, parts: list[Verdict]) -> str:
 
 
 def glossary(results: Results) -> str:
-    """A line on the words that a report uses before its tables do."""
+    """A line that explains the terms of a report."""
     lines = [f"Candidate: {results.candidate.name}. Baseline: {results.baseline.name}, which it is compared with"]
     if results.suites:
         lines.append("A point is one answer in a hundred")
@@ -191,7 +191,7 @@ def glossary(results: Results) -> str:
 
 
 def tokens(suite: Suite) -> list[str]:
-    """The tokens of prompts before and after, where they differ, as a list of at most one sentence."""
+    """The prompt tokens before and after if they differ, as a list of at most one sentence."""
     before, after = suite.prompt_tokens
     if before == after or not before or not after:
         return []
@@ -216,7 +216,7 @@ def agreement(suite: Suite) -> list[str]:
 
 
 def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
-    """A sentence on the samples that a side could not answer, each with the reason; of many the first ones."""
+    """A sentence on the samples that a side could not answer, with reasons; at most the first `most`."""
     if not any(suite.refused):
         return []
     named = [
@@ -259,6 +259,6 @@ def speed_method(bench: Bench) -> str:
 
 
 def layer_errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """What the errors of layers are; "" where there are none."""
+    """A definition of the errors of layers; "" without errors."""
     text = errors_text(errors)
     return text if not text or OF_WEIGHTS[1:] in text else f"{text} {MODALITIES}."

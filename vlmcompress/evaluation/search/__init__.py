@@ -1,7 +1,7 @@
-"""Find the recipe that serves a model best while its accuracy keeps a floor.
+"""Find the recipe that serves a model best while its accuracy stays above a floor.
 
-`search` is the story from a request to a folder. `space` lists what may be done to a model, `successive_halving` decides which
-candidates are asked how many questions by their `posterior`, `live_trials` and `trial` make checkpoints and ask them, `speed`
-says what a candidate gains, `trial_log` keeps all of it on disk, and `outcome` describes the result. Nothing here knows the
-command line.
+`search` runs a search from a request to a folder. `space` lists the possible changes to a model, `successive_halving` decides
+by the candidates' `posterior` which of them are asked how many questions, `live_trials` and `trial` write checkpoints and ask
+them, `speed` computes a candidate's gain, `trial_log` stores everything on disk, and `outcome` describes the result. Nothing
+here depends on the command line.
 """

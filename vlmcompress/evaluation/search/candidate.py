@@ -1,4 +1,4 @@
-"""Candidates of a search: what may be done to a model, as recipe keys that can be combined."""
+"""Candidates of a search: combinable changes to a model, as recipe keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ AS_IT_IS = "as it is"
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to change a model: `name` for people, and the recipe `keys` that ask for it.
+    """One change to a model: its display `name` and recipe `keys`.
 
     Attributes:
         recover: whether the model is trained with its reducer first (`training.recover`).
-        file_hash: hash of the file that its reducer reads; "" where it reads none.
+        file_hash: hash of the file that its reducer reads; "" without a file.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Factor:
-    """Choices of which a candidate takes one at most, such as all schemes."""
+    """Alternative choices, such as all schemes, of which a candidate has at most one."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -37,7 +37,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Candidate:
-    """At most one choice of each factor; with none it is the model as it is."""
+    """At most one choice of each factor; without choices, the unchanged model."""
 
     choices: tuple[Choice, ...] = ()
 
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The recipe keys of all choices; the weights stay as they are where no choice names a scheme."""
+        """The recipe keys of all choices, with the scheme `none` if no choice has a scheme."""
         recipe_keys: dict[str, Any] = {"scheme": "none"}
         for choice in self.choices:
             recipe_keys |= choice.keys
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        """A name for files, the same for the same keys and the same files that they name."""
+        """A file name, equal for equal keys and equal contents of the files in them."""
         return digest([self.keys, self.recover, *(choice.file_hash for choice in self.choices if choice.file_hash)])
 
     def plain(self) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def digest(value: Any) -> str:
 
 
 def singles(factors: Sequence[Factor]) -> list[Candidate]:
-    """List the candidates that change one thing alone."""
+    """The candidates with a single choice."""
     return [Candidate((choice,)) for factor in factors for choice in factor.choices]
 
 
 def combined(factors: Sequence[Factor]) -> list[Candidate]:
-    """List the candidates that change two things and more: every combination of choices of different factors."""
+    """The candidates with two choices or more: all combinations of choices of different factors."""
     options = [(None, *factor.choices) for factor in factors]
     every = (tuple(choice for choice in chosen if choice is not None) for chosen in itertools.product(*options))
     return [Candidate(chosen) for chosen in every if len(chosen) > 1]

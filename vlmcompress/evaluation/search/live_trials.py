@@ -26,16 +26,16 @@ from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.workers import Failed, Workers
 
 SHARE = 0.25
-"""Share of a time budget that is kept at least for the finalists' speed and the confirmation."""
+"""Minimum share of a time budget that is reserved for the finalists' speed and the confirmation."""
 
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        halving: successive halving, at its end.
-        winner: None where no candidate gains anything within the floor.
+        halving: the finished successive halving.
+        winner: None if no candidate gains anything within the floor.
         accuracy: the original's, on the questions of the search.
         seconds: how long the search took.
         late: whether the time budget ended it.
@@ -49,7 +49,7 @@ class SearchResult:
 
     @property
     def grid(self) -> int:
-        """Questions that asking every candidate all of them would have taken."""
+        """Number of questions of a full grid, in which every candidate is asked all questions."""
         candidates = math.prod(1 + len(factor.choices) for factor in self.halving.factors) - 1
         return candidates * self.halving.rules.questions
 
@@ -59,8 +59,8 @@ class LiveTrials:
     """Trials on real checkpoints, for `SuccessiveHalving`.
 
     Attributes:
-        score: how answers to plain data are scored, chosen by a look at the original's; None: by the suite.
-        reserve: seconds of a budget that are kept for what comes after the trials.
+        score: how answers to plain data are scored, chosen by the original's answers; None: by the suite.
+        reserve: seconds of the budget that are reserved for the steps after the trials.
     """
 
     setup: Setup
@@ -83,7 +83,7 @@ class LiveTrials:
         began, results = time.monotonic(), self.crew.map(work, jobs)
         for done in range(len(jobs)):
             usual = statistics.median(self._took) if self._took else 0.0
-            if self.log.left < usual + self.reserve:  # another trial would take what is kept for the end
+            if self.log.left < usual + self.reserve:  # another trial would use the reserve
                 self.late = True
                 break
             self.progress(label, done, len(jobs))
@@ -125,7 +125,7 @@ class LiveTrials:
         return gains
 
     def _row(self, answers: Answers | Failed) -> dict[str, Any]:
-        """What the log keeps of a trial."""
+        """The log's entry of a trial."""
         if isinstance(answers, Failed):
             return {"failed": answers.reason}
         before = {sample.id: sample for sample in self.original.suite.samples}

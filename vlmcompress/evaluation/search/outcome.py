@@ -1,4 +1,5 @@
-"""What a search found, as data: the winner, every candidate and why it lost, the Pareto front, what one more point buys."""
+"""The result of a search as data: the winner, every candidate and why it lost, the Pareto front, the winner at the next
+floor."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ def outcome_json(
     """Describe a search as JSON data.
 
     Args:
-        asked: what the search was asked for: model, target, floor, objective, ...
-        left_out: choices that the model or the target does not take -> why.
-        rate: requests a second of the original and of the winner, if they are known.
+        request: the search's settings: model, target, floor, objective, ...
+        left_out: choices that the model or the target does not support -> reason.
+        rate: requests per second of the original and of the winner, or None.
     """
     measured = request["gains"] == "measured"
     rows = [
@@ -52,7 +53,7 @@ def outcome_json(
 
 
 def row(state: CandidateState, winner: bool = False, rough: bool = False) -> dict[str, Any]:
-    """Describe a candidate; differences are shares, negative for a loss. `rough`: modelled where others were measured."""
+    """A candidate as data; differences are shares, negative for a loss. `rough`: modelled while others were measured."""
     evidence = state.trial.evidence if state.trial else None
     low, high = evidence.mean.limits(0.95) if evidence else (None, None)
     return {

@@ -1,7 +1,7 @@
-"""Questions where there are none: short prompts about a folder's images, answered by the original itself.
+"""Questions without labels: short prompts about a folder's images, answered by the original.
 
-Such answers say nothing about what is right. They say how often a compressed model answers as the original does, which is what
-a search can hold to a floor when there is nothing else.
+Such answers do not measure correctness, but how often a compressed model answers like the original, for which a search can keep
+a floor when there are no labels.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PROMPTS = (
     "Where is the main thing: left, right, top, bottom or middle? Answer with one word.",
 )
 EACH = 2
-"""Prompts that an image is asked."""
+"""Number of prompts per image."""
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
 FEWEST = 64
-"""Images without which there is nothing to search with."""
+"""Minimum number of images."""
 _SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The images of a folder, apart: to calibrate with, to search on, and to confirm on."""
+    """The images of a folder, split for calibration, search and confirmation."""
 
     calibration: list[Path]
     search: list[Path]
@@ -50,15 +50,15 @@ class Parts:
 
 
 def split_images(folder: str | Path, most: int, margin: float) -> Parts:
-    """Split a folder's images by their content, so that copies stay together: half to confirm on, or as many as a loss of at
-    most `margin` cannot be confirmed without, and the others to calibrate and to search with.
+    """Split a folder's images by content, so that copies stay together: half for the confirmation, or the minimum number for
+    confirming a loss of at most `margin`, and the others for calibration and search.
 
     Raises:
         UserError: there is no such folder, or it has too few images.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise UserError(f"--images {root} is no folder; name one with images of what the model is to see")
+        raise UserError(f"--images {root} is not a folder; name one with images like those that the model will see")
     by_content: dict[str, Path] = {}
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
         by_content.setdefault(sha256(path), path)
@@ -75,18 +75,18 @@ def split_images(folder: str | Path, most: int, margin: float) -> Parts:
 
 
 def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:
-    """Write the three files of questions into `out`, those to search and confirm with the original's answers.
+    """Write the three files of questions to `out`; those for search and confirmation have the original's answers.
 
-    Files that are there already stay, so that a search can go on, if they were made of the same model, images and prompts.
+    Existing files of the same model, images and prompts are kept, so that a search can resume.
 
     Args:
-        setup: the original and the engine that answers; its questions are not looked at.
+        setup: the original and the engine that answers; its questions are not used.
 
     Returns:
         Name of a file -> its path.
 
     Raises:
-        UserError: the original cannot be asked or says nothing at all, or files there were made of something else.
+        UserError: the original fails or gives only empty answers, or existing files have another origin.
     """
     paths = [*parts.calibration, *parts.search, *parts.confirm]
     hashes = [sha256(path) for path in paths]

@@ -1,19 +1,19 @@
-"""The posterior of a candidate's accuracy after some questions, and what it is worth to go on with it.
+"""The posterior of a candidate's accuracy after some questions, and the expected value of continuing with it.
 
-A candidate's *difference* is its accuracy minus the original's, a loss being negative. Few questions say little about it, and
-the divergence of the first token (KL of the original's distribution from the candidate's) says more, as losses grow with it. So
-each difference is modelled as minus the divergence times a slope, and slopes vary from candidate to candidate around a common
+A candidate's *difference* is its accuracy minus the original's; a loss is negative. A few questions determine it poorly. The
+divergence of the first token (KL of the original's distribution from the candidate's) is more informative, as losses grow with
+it. So each difference is modelled as minus the divergence times a slope, and slopes vary between candidates around a common
 one:
 
     d_c = -a_c k_c,   a_c ~ N(a, sigma^2),   observed x_c ~ N(d_c, v_c) and K_c ~ N(k_c, u_c)
 
 a and sigma come from all candidates (weighted least squares; sigma by the method of moments, DerSimonian and Laird, Controlled
 Clinical Trials 7, 1986): empirical Bayes. v_c is the variance of the mean if images that lose everything made the loss the
-margin (`accuracy.paired`), so that a candidate that lost none of 40 questions is not taken for perfect. u_c is large: most
-of a mean divergence comes from the few questions whose answers change, each with some nats, so it is known no better than a
+margin (`accuracy.paired`), so that a candidate that lost none of 40 questions is not considered perfect. u_c is large: most of
+a mean divergence comes from the few questions whose answers change, each with a few nats, so that it is no more precise than a
 count of these (`_NATS`).
 
-What a candidate is worth: its gain times the chance that a test on data of their own will confirm it, and the original's
+The value of a candidate is its gain times the chance that a test on separate data will confirm it, and the original's gain of 1
 otherwise. That chance, with the posterior's variance in it, is the test's *assurance* (O'Hagan, Stevens and Campbell,
 Pharmaceutical Statistics 4, 2005).
 """
@@ -29,10 +29,10 @@ from vlmcompress.evaluation.accuracy import noninferiority
 from vlmcompress.evaluation.accuracy.paired import NORMAL, MeanDifference
 
 ERROR = 0.025
-"""One-sided error of every verdict, as `vlmcompress eval` has it."""
+"""One-sided error of every verdict, as in `vlmcompress eval`."""
 _LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
 _NATS = 4.0  # mean squared divergence of a question over its mean: about 3 nats by the tails in eval/accuracy.json
-_UNSEEN = 0.2  # nats that may have been missed for want of questions
+_UNSEEN = 0.2  # nats that too few questions may have missed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Posterior:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A candidate's answers: paired differences, the images that they are about, and the mean divergence, if it is known."""
+    """A candidate's answers: paired differences, their images, and the mean divergence or None."""
 
     differences: Sequence[float]
     images: Sequence[Hashable]
@@ -62,7 +62,7 @@ class Evidence:
 
 
 def posteriors(evidence: Mapping[str, Evidence], margin: float) -> dict[str, Posterior]:
-    """Form the posterior about each candidate from its own answers and, by the divergence, from those of all."""
+    """The posterior of each candidate, from its own answers and, through the divergence, from those of all."""
     observed = {name: _observed(answers, margin) for name, answers in evidence.items()}
     divergences = {name: answers.divergence for name, answers in evidence.items() if answers.divergence is not None}
     slope, spread, doubt = _slope([(k, *observed[name]) for name, k in divergences.items() if k > 0])
@@ -88,7 +88,7 @@ def _observed(evidence: Evidence, margin: float) -> tuple[float, float]:
 def _slope(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Fit the common slope to (divergence, difference, variance) of candidates: slope, sigma^2, variance of the slope.
 
-    With less than three candidates nothing is known, and sigma^2 is infinite.
+    With fewer than three candidates sigma^2 is infinite.
     """
     if len(rows) < 3:
         return 0.0, math.inf, 0.0
@@ -112,7 +112,7 @@ def assurance(posterior: Posterior, margin: float, images: float | None, varianc
     """The chance that a test on `images` will confirm a loss of at most `margin`.
 
     Args:
-        images: their effective number; None: no test follows, and it is the chance that the loss is at most `margin`.
+        images: their effective number; None: no test follows, and the result is the chance that the loss is at most `margin`.
         variance: variance of an image's mean difference.
     """
     gap, unsure = posterior.mean + margin, posterior.variance
@@ -125,14 +125,14 @@ def assurance(posterior: Posterior, margin: float, images: float | None, varianc
 
 
 def expected_gain(gain: float, chance: float) -> float:
-    """What to expect of a candidate: its `gain` (times the original) if it is confirmed, and 1 if it is not."""
+    """A candidate's expected gain: `gain` (relative to the original) if it is confirmed, else 1."""
     return 1 + (gain - 1) * chance
 
 
 def refuted(evidence: Evidence, margin: float, looks: int) -> bool:
     """Whether a loss of at most `margin` is refuted.
 
-    The same candidate is looked at up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one
-    that keeps the floor is thrown out at any time with a probability of 0.025 at most.
+    A candidate is tested up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one within the
+    floor is rejected with a probability of at most 0.025 overall.
     """
     return evidence.mean.mean < -margin and noninferiority.p_within(evidence.mean, margin) < ERROR / looks

@@ -1,4 +1,4 @@
-"""A search from a request to a folder: checks, successive halving, and the winner's checkpoint in its place."""
+"""A search from a request to a folder: checks, successive halving, and placing the winner's checkpoint."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from vlmcompress.utils.text import duration
 WINNER, RECIPE = "winner", "recipe.yaml"
 __all__ = ["QUESTIONS", "WORK", "SearchRequest", "run_search", "setup_of"]
 _LEAST = 30
-"""Questions without which nothing can be said."""
+"""Minimum number of questions."""
 _CHANCE = 0.1
-"""Share of questions without image, such as sums, that may be in both data by chance."""
+"""Maximum share of questions without image, such as sums, that may occur in both data sets by chance."""
 _TEXT = "text:"
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What a search is asked for.
+    """The settings of a search.
 
     Attributes:
-        base: recipe keys that all candidates have: `model`, `calibrate`, `seed`, and `target`, None for this machine.
+        base: recipe keys of all candidates: `model`, `calibrate`, `seed`, and `target`, None for this machine.
         out: folder of the search.
-        data, suite, limit: the questions, as `vlmcompress eval` takes them.
+        data, suite, limit: the questions, as for `vlmcompress eval`.
         confirm: other questions for the winner; None: it is not confirmed.
         margin: the allowed loss, as a share.
-        speed: `measured`, `modelled`, or empty for what can be done.
+        speed: `measured`, `modelled`, or empty for the best that is possible.
         budget: seconds; None: no limit.
-        space: file of the space; None: the usual one, `small` or not, with trained models if `recover`.
+        space: file of the space; None: the default space, reduced if `small`, with trained models if `recover`.
     """
 
     base: Mapping[str, Any]
@@ -79,15 +79,15 @@ class SearchRequest:
 
     @property
     def seed(self) -> int:
-        """Seed of everything random."""
+        """The random seed."""
         return int(self.base.get("seed", 0))
 
 
 def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, Any], Path | None]:
-    """Run a search, or go on with one that was interrupted; return what it found, as data, and the winner's folder.
+    """Run or resume a search; return its result as data, and the winner's folder or None.
 
     Raises:
-        UserError: bad input, or the original cannot be asked. The folder keeps what was found until then.
+        UserError: bad input, or the original fails. The folder keeps the results until then.
     """
     setup = setup_of(request)
     base = setup.base
@@ -132,7 +132,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, An
 
 
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
-    """What trials depend on: the contents of the model, the questions and the calibration data, wherever they lie."""
+    """The inputs of trials: hashes of the model, the questions and the calibration data, independent of their paths."""
     suite = setup.suite
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
     images = settings.data or bundled_data(setup.model, "calibration")
@@ -156,7 +156,7 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
 
 
 def setup_of(request: SearchRequest) -> Setup:
-    """What the trials share. Paths are absolute, as workers elsewhere have other working directories."""
+    """The common settings of trials. Paths are absolute, as remote workers have other working directories."""
     target = request.base.get("target") or (None if torch.cuda.is_available() else "cpu")
     if target is not None:
         targets.get_target(target)
@@ -168,12 +168,12 @@ def setup_of(request: SearchRequest) -> Setup:
 
 
 def _absolute(value: Any) -> Any:
-    """The absolute path of a file or folder that is there; anything else as it is."""
+    """The absolute path of an existing file or folder; other values unchanged."""
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
 
 
 def _gains(request: SearchRequest, setup: Setup) -> Measured | Modelled:
-    """What says the gains: shapes for memory and for other machines, else this machine."""
+    """The source of gains: modelled for memory and for other machines, else measured on this machine."""
     target, modelled = setup.base.get("target"), Modelled(setup, request.goal, request.load)
     here = target is None  # whether the target is this machine
     if target is not None:
@@ -193,7 +193,7 @@ def _confirming(request: SearchRequest, setup: Setup, count: int) -> tuple[int, 
     """Number of questions of the confirmation, and their effective number of images; 0 and None without a confirmation.
 
     Raises:
-        UserError: too few of them to confirm anything, or some that the search asks, too.
+        UserError: there are too few to confirm anything, or the search uses some of them as well.
     """
     if count < _LEAST:
         raise UserError(f"{request.data or 'the data'} has {count} questions; a search needs at least {_LEAST}")
@@ -226,7 +226,7 @@ def _confirming(request: SearchRequest, setup: Setup, count: int) -> tuple[int, 
 
 
 def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
-    """What each question of a suite is about: hashes of its images as they are when decoded, or of its text if it has none."""
+    """The subject of each question of a suite: hashes of its decoded images, or of its text if it has none."""
     subjects = []
     for task in suite.tasks.values():
         for document in task.eval_docs:

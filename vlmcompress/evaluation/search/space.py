@@ -1,6 +1,6 @@
-"""The space of a search: what may be done to a model on a target, as factors of which a candidate takes one choice each.
+"""The space of a search: possible changes to a model on a target, as factors; a candidate has at most one choice of each.
 
-`usual` is the space where none is given. A file of one's own says it in recipe keys:
+`usual` is the default space. A custom one is a file of recipe keys:
 
     weights:
       - scheme: int8
@@ -11,8 +11,8 @@
       - reduce: [resize:0.5, coverage:0.5]
       - {reduce: coverage:0.25, recover: true}
 
-Each entry is a choice, and has to work alone, too, as all are tried alone first; leaving the model as it is always is one
-more. `recover` trains the model with the entry's reducer.
+Each entry is a choice, which must also work alone, as all are tried alone first. The unchanged model is always a choice as
+well. `recover` trains the model with the entry's reducer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,17 @@ from vlmcompress.utils import yaml_files
 from vlmcompress.utils.errors import UserError
 
 MOST = 64
-"""Choices of all factors together; each is a checkpoint that is made and asked."""
-_FIXED = ("model", "out", "target", "calibrate", "seed", "engine", "trust_remote_code", "format")  # the search's to say
+"""Maximum number of choices of all factors; each is a checkpoint that is written and evaluated."""
+_FIXED = (
+    "model",
+    "out",
+    "target",
+    "calibrate",
+    "seed",
+    "engine",
+    "trust_remote_code",
+    "format",
+)  # keys that the search sets
 _GROUPS = (128, 64, 32)
 _SCHEMES = ("fp8", "int8", "w8a16", "nvfp4")
 _GROUPED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -58,19 +67,19 @@ _RECOVERED = ("coverage:0.25,merge=nearest", "coverage:1/9,merge=nearest")
 
 @dataclass(frozen=True)
 class Space:
-    """Factors, and what was left out of them: name of a choice -> why."""
+    """Factors, and the choices that were left out: name of a choice -> reason."""
 
     factors: tuple[Factor, ...]
     left_out: Mapping[str, str]
 
 
 def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False) -> Space:
-    """The space of all that the model and the target run.
+    """The default space: all that the model and the target support.
 
     Args:
-        base: recipe keys that all candidates have: `model`, `calibrate`, `target`, ...
-        recover: training the model after reducers that keep few tokens is in it, too.
-        small: a handful of choices alone.
+        base: recipe keys of all candidates: `model`, `calibrate`, `target`, ...
+        recover: include training the model with reducers that keep few tokens.
+        small: only a handful of choices.
     """
     names = _SCHEMES[:2] if small else _SCHEMES
     weights: list[list[Choice]] = [[Choice(name, {"scheme": name})] for name in names]
@@ -89,7 +98,7 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     if not small and base.get("target") and not targets.get_target(base["target"]).is_cpu:
         weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
         factors["tower"] = [[Choice(f"{name} tower", {"vision": name}) for name in ("fp8", "int8")]]
-        # A cache has scales in the files of quantized layers, so it is no factor of its own, which would be tried alone.
+        # Scales of a cache are stored with quantized layers, so it is not a separate factor, which would be tried alone.
         cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
         weights.append(cached)
     return _checked(base, factors)
@@ -99,7 +108,7 @@ def read_space(file: str | Path, base: Mapping[str, Any]) -> Space:
     """Read a space from a file; `base` as in `usual`.
 
     Raises:
-        UserError: it is no such file, a key is the search's own, two factors give the same key, or nothing is left.
+        UserError: the file is invalid, has a key that the search sets, sets a key in two factors, or leaves no choice.
     """
     content = yaml_files.read_yaml(Path(file), "space")
     factors: dict[str, list[list[Choice]]] = {}
@@ -142,7 +151,7 @@ def _words(keys: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Choice]]]) -> Space:
-    """Keep of each entry the first form that the model and the target take."""
+    """Keep the first variant of each entry that the model and the target support."""
     left_out: dict[str, str] = {}
     usable, names = [], set[str]()
     for factor, entries in factors.items():
@@ -169,7 +178,7 @@ def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Ch
 
 
 def problem(base: Mapping[str, Any], candidate: Candidate) -> str | None:
-    """The reason why the model, the target or the engine does not take a candidate; None where they do."""
+    """The reason why the model, the target or the engine does not support a candidate; None if they do."""
     try:
         make_plan(resolve({**base, **candidate.keys}).recipe)
     except UserError as error:

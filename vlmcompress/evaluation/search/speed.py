@@ -1,8 +1,8 @@
-"""What a candidate wins over the original: requests a second, time to the first token, or memory.
+"""A candidate's gain over the original: requests per second, time to the first token, or memory.
 
-`Modelled` says it from shapes alone, by the plan of `vlmcompress plan`: bytes of the weights and of the cache, which are exact,
-and bounds of times, which rest on a target's rates. `Measured` serves finalists in vLLM on this machine, in turn with the
-original. Gains are ratios, above 1 where the candidate is better.
+`Modelled` computes it from shapes, with the plan of `vlmcompress plan`: exact bytes of weights and cache, and time bounds
+from a target's rates. `Measured` serves finalists in vLLM on this machine, alternating with the original. Gains are ratios,
+above 1 if the candidate is better.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ GOALS: dict[str, str] = {
 }
 METRICS = {"throughput": "request_throughput", "cost": "request_throughput", "ttft": "ttft_p50_ms"}
 STAND_IN = "h100"
-"""The target whose rates order candidates before they are measured on a machine whose rates are not known."""
+"""The target whose rates order candidates before they are measured on a machine with unknown rates."""
 USERS = 8
 """Requests at once whose cache counts as memory, and clients of the load that is measured."""
 
 
 @dataclass(frozen=True)
 class TypicalRequest:
-    """A typical request: size of its image, tokens of its text and of its answer; `requests` make a measured burst."""
+    """A typical request: image size, and tokens of text and answer; a measured burst has `requests` of them."""
 
     image: tuple[int, int] = (448, 448)
     text: int = 64
@@ -52,7 +52,7 @@ class TypicalRequest:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is modelled of a candidate: bytes, and seconds where the target's rates are known."""
+    """The modelled figures of a candidate: bytes, and seconds if the target's rates are known."""
 
     weights: int
     cache: int
@@ -60,15 +60,15 @@ class Figures:
     request: float | None
 
     def of(self, goal: str) -> float | None:
-        """The figure that a goal is about; less is better."""
+        """The figure for a goal; less is better. None: unknown."""
         return {"memory": float(self.weights + self.cache), "ttft": self.ttft}.get(goal, self.request)
 
 
 @dataclass
 class Modelled:
-    """Gains from shapes, for a target that need not be at hand.
+    """Gains from shapes, for a target that need not be available.
 
-    `rates`: the target whose rates are taken; None: the recipe's.
+    `rates`: the target whose rates are used; None: the recipe's.
     """
 
     setup: Setup
@@ -80,7 +80,7 @@ class Modelled:
     _model: ServedModel | None = None
 
     def gain(self, candidate: Candidate) -> float | None:
-        """The gain; None where the target's rates are not known, or the count of tokens depends on the image."""
+        """The gain; None if the target's rates are unknown, or the number of tokens depends on the image."""
         before, after = self.figures(Candidate()), self.figures(candidate)
         if before is None or after is None:
             return None
@@ -95,7 +95,7 @@ class Modelled:
         return 1 / before.request, 1 / after.request
 
     def figures(self, candidate: Candidate) -> Figures | None:
-        """What is modelled of a candidate; None where nothing can be said."""
+        """The modelled figures of a candidate; None if they are unknown."""
         if candidate.name not in self._cache:
             self._cache[candidate.name] = self._figures(candidate)
         return self._cache[candidate.name]
@@ -155,7 +155,7 @@ class Measured:
         return self.modelled.goal
 
     def gain(self, candidate: Candidate) -> float | None:
-        """The modelled gain. What answering took says less: mostly how a run began, with few questions."""
+        """The modelled gain. The time of answering a few questions is less informative, as start-up dominates it."""
         return self.modelled.gain(candidate)
 
     def rate(self, candidate: Candidate) -> tuple[float, float] | None:
@@ -164,7 +164,7 @@ class Measured:
         return (ratio.baseline, ratio.candidate) if ratio and ratio.unit == "requests/s" else None
 
     def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
-        """Serve a candidate and the original in turn. Raises UserError where a server fails."""
+        """Serve a candidate and the original alternately. Raises `UserError` if a server fails."""
         setup, load = self.modelled.setup, self.modelled.load
         bench: Any = runs.run(
             ensure_checkpoint(setup, candidate, progress),
@@ -183,6 +183,6 @@ class Measured:
         return ratio
 
     def take(self, candidate: Candidate, ratio: Ratio) -> float:
-        """Keep what was measured, and return the gain."""
+        """Store a measurement, and return the gain."""
         self.ratios[candidate.name] = ratio
         return ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio

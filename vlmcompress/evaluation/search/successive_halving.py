@@ -1,16 +1,15 @@
 """Successive halving: which candidates are asked how many questions, and which of them wins.
 
-1. **Single changes.** Each scheme, each reducer and so on is asked a few dozen questions alone. What two changes do together is
+1. **Single changes.** Each scheme, each reducer and so on is asked a few dozen questions alone. The effect of two changes is
    predicted from that: differences add up, gains multiply. So a grid of 8 schemes and 12 reducers costs 20 trials.
-2. **Rungs.** The candidates that are worth most (`posterior.worth`) are asked a ninth, a third, and all of the questions, and
-   after each rung a third of them goes on: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. One place
-   in four is for those that are worth most if posteriors are too optimistic (`CAUTIOUS`), lest all places go to long shots. A
-   candidate
-   whose loss is refuted at any of these looks is out (`posterior.refuted`). Rungs are synchronous, so that the course of a
-   search does not depend on how many workers do the trials.
-3. **Finalists** get their speed measured, and the one that is worth most wins.
+2. **Rungs.** The best candidates (`posterior.expected_gain`) are asked a ninth, a third, and all of the questions, and after
+   each rung a third of them continues: successive halving (Jamieson and Talwalkar, AISTATS 2016) with `ETA` 3. One place in
+   four is for the best candidates under pessimistic posteriors (`CAUTIOUS`), so that not all places go to long shots. A
+   candidate whose loss within the margin is refuted at any rung is out (`posterior.refuted`). Rungs are synchronous, so that
+   the course of a search does not depend on the number of workers.
+3. **Finalists** get their speed measured, and the best one wins.
 
-What makes checkpoints and asks questions is behind `Trials`, so that the same code runs on recorded answers.
+`Trials` is the interface that writes checkpoints and asks questions, so that the same code runs on recorded answers.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from vlmcompress.evaluation.search.posterior import Evidence, Posterior, assuran
 
 ETA = 3
 FIRST = 48
-"""Questions that single changes are asked."""
+"""Number of questions for single changes."""
 JOINT = 12
 """Candidates of the first rung."""
 FINALISTS = 3
 CAUTIOUS = 4
-"""One in so many places of a rung goes by what a candidate is worth if it loses a standard deviation more than expected."""
+"""One in this many places of a rung is ranked as if candidates lost a standard deviation more than expected."""
 LIKELY = 0.45
-"""The chance of being confirmed below which a candidate only wins where none has more. A little below a half: with the fewest
-images that can confirm anything, one that lost nothing is given 0.49, as the chance is by a normal approximation."""
+"""Below this chance of confirmation, a candidate wins only if none has a higher one. Slightly below a half: with the minimum
+number of images for a confirmation, the normal approximation gives 0.49 to a candidate that lost nothing."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Rules:
 
     Attributes:
         margin: the allowed loss of accuracy, as a share.
-        questions: how many there are to ask.
-        confirming: the effective number of images that the winner will be confirmed on; None: it will not be.
+        questions: number of available questions.
+        confirming: the effective number of images of the confirmation; None: no confirmation.
     """
 
     margin: float
@@ -55,20 +54,20 @@ class Rules:
 
     @property
     def rungs(self) -> list[int]:
-        """Questions of the rungs after the single changes."""
-        # Never fewer than twice the first look, so that a rung tells more than the single changes did.
+        """Numbers of questions of the rungs after the single changes."""
+        # At least twice the first look, so that a rung is more informative than the single changes.
         rungs = [max(self.questions // ETA**power, min(2 * self.first, self.questions)) for power in (2, 1, 0)]
         return sorted(set(rungs))
 
     @property
     def looks(self) -> int:
-        """How often a candidate may be judged."""
+        """How often a candidate may be tested."""
         return 1 + len(self.rungs)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found: a candidate's answers, or why there are none (`failed`); the gain where `Trials.gain` knows none."""
+    """The result of a trial: a candidate's answers, or why there are none (`failed`); the gain if `Trials.gain` is None."""
 
     evidence: Evidence | None
     gain: float = 1.0
@@ -76,31 +75,31 @@ class Trial:
 
 
 class Trials(Protocol):
-    """What makes checkpoints of candidates and asks them."""
+    """The interface for writing and evaluating checkpoints of candidates."""
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> Mapping[str, Trial]:
-        """Ask each candidate so many questions, those that it was asked before included; by name. Candidates that there is
-        no time for are left out."""
+        """Ask each candidate the first `questions` questions, reusing earlier answers; name -> trial. Candidates for which no
+        time is left are missing."""
         ...
 
     def gain(self, candidate: Candidate) -> float | None:
-        """Say a candidate's gain without a trial; None where that cannot be known."""
+        """A candidate's gain without a trial; None: unknown."""
         ...
 
     def measured(self, candidates: Sequence[Candidate]) -> Mapping[str, float | str]:
-        """Measure the gains of finalists, or say why one could not be served; those that there is no time for are left out."""
+        """Name -> measured gain of finalists, or why one could not be served; those for which no time is left are missing."""
         ...
 
 
 @dataclass
 class CandidateState:
-    """A candidate's place in successive halving.
+    """A candidate's state in successive halving.
 
     Attributes:
-        gain, posterior, chance: as they are known last; `measured`: whether the gain was measured as finalists' are.
+        gain, posterior, chance: the latest values; `measured`: whether the gain was measured.
         least: the chance if the loss is a standard deviation larger than expected.
-        trial: its last trial; None where it was not tried.
-        out: why it lost; empty for the winner and while it is in.
+        trial: its last trial; None: not tried.
+        out: why it lost; empty for the winner and for remaining candidates.
     """
 
     candidate: Candidate
@@ -119,7 +118,7 @@ class CandidateState:
 
     @property
     def questions(self) -> int:
-        """How many questions it was asked."""
+        """Number of questions asked so far."""
         return len(self.trial.evidence.differences) if self.trial and self.trial.evidence else 0
 
 
@@ -134,7 +133,7 @@ class SuccessiveHalving:
     questions_asked: int = 0
 
     def run(self) -> CandidateState | None:
-        """Run to the end. Returns the winner; None where no candidate is better than the original within the floor."""
+        """Run to the end. Returns the winner; None if no candidate is better than the original within the floor."""
         first = [CandidateState(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
         self.states |= {state.candidate.name: state for state in first}
         self._ask(first, self.rules.first)
@@ -153,7 +152,7 @@ class SuccessiveHalving:
         return self._winner([candidate for candidate in going if not candidate.out])
 
     def _ask(self, going: Sequence[CandidateState], questions: int) -> None:
-        """Ask candidates, update the posteriors, and put those out that failed or are refuted."""
+        """Ask candidates, update the posteriors, and remove candidates that failed or are refuted."""
         before = {state.candidate.name: state.questions for state in going}
         for name, trial in self.trials.ask([state.candidate for state in going], questions).items():
             state = self.states[name]
@@ -181,10 +180,10 @@ class SuccessiveHalving:
         state.chance, state.least = (min(self.chance(some, of) for of in evidence) for some in (posterior, worse))
 
     def chance(self, posterior: Posterior, evidence: Evidence | None = None, margin: float | None = None) -> float:
-        """The chance that a candidate of such a posterior is confirmed. `margin`: another than the rules have."""
+        """The chance that a candidate with this posterior is confirmed. `margin`: replaces that of the rules."""
         margin = self.rules.margin if margin is None else margin
         loss = min(max(margin, -posterior.mean), 1.0)
-        # An image that is lost or kept: the Bernoulli variance at the loss that is to be told from the margin.
+        # An image is lost or kept: the Bernoulli variance at the loss to be distinguished from the margin.
         spread = loss * (1 - loss)  # of images that change one way only
         if evidence is not None:
             spread = max(spread, evidence.mean.variance(-margin))
@@ -213,8 +212,8 @@ class SuccessiveHalving:
         return self._best([*alone.values(), *predicted], self.rules.joint, "predicted to be behind others")
 
     def _best(self, going: Sequence[CandidateState], keep: int, why: str) -> list[CandidateState]:
-        """Keep the candidates that are worth most, and note `why` the others are out; its `{}` is the number of questions that
-        a candidate was asked."""
+        """Keep the best candidates, and record `why` the others are out; its `{}` becomes the number of questions that a
+        candidate was asked."""
         for state in going:
             if not state.out and state.gain <= 1:
                 state.out = "gains nothing"

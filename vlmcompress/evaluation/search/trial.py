@@ -1,8 +1,8 @@
-"""A trial: make a candidate's checkpoint, and ask it and the original questions.
+"""A trial: write a candidate's checkpoint, and ask it and the original questions.
 
-Whatever a trial makes lies in a folder of work, under names that say what it is: statistics (one folder for each reducer, which
-all schemes after it share), models trained with a reducer, checkpoints, and answers as they come. So nothing is made twice,
-not even after a kill, and two processes can share the folder.
+All files of trials are in a work folder, under names that identify their content: statistics (one folder per reducer, shared by
+all schemes), models trained with a reducer, checkpoints, and answers as they arrive. So nothing is computed twice, even after a
+kill, and two processes can share the folder.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vlmcompress.utils.work_folder import OtherWork, open_journal
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trials of a search share.
+    """The common settings of all trials of a search.
 
     Attributes:
-        base: recipe keys that all candidates have.
-        suite, data: the questions, as `vlmcompress eval` takes them; `seed` decides which of them come first.
-        engine: name of what answers them, an engine of the machine that a trial is done on.
-        work: folder of work.
+        base: recipe keys of all candidates.
+        suite, data: the questions, as for `vlmcompress eval`; `seed` decides their order.
+        engine: name of the engine that answers, on the machine of the trial.
+        work: the work folder.
         recovery: how models are trained after reducers.
     """
 
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def reading(self) -> Reading:
-        """How rows are read, those of the calibration and the questions alike."""
+        """How rows are read, for calibration data and questions."""
         settings = self.base.get("calibrate", {})
         return Reading(settings.get("columns", {}), settings.get("skip_bad", 0))
 
@@ -73,23 +73,23 @@ class Answers:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds a question; None where all answers were there already."""
+        """Seconds per question; None if all answers came from the journal."""
         new = len(self.suite.samples) - self.suite.resumed
         return self.suite.seconds / new if new else None
 
     @property
     def tokens(self) -> float:
-        """Mean tokens of a prompt, as the language model gets it."""
+        """Mean number of tokens of a prompt for the language model."""
         return sum(sample.answer.prompt_tokens for sample in self.suite.samples) / len(self.suite.samples)
 
 
 def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
-    """Make a candidate's checkpoint, unless it is there, and ask it the first `questions` questions.
+    """Write a candidate's checkpoint, unless it exists, and ask it the first `questions` questions.
 
-    Answers that its journal has are not asked for again.
+    Answers in its journal are reused.
 
     Raises:
-        UserError: it cannot be made, or the engine fails.
+        UserError: the checkpoint cannot be written, or the engine fails.
     """
     setup.work.mkdir(parents=True, exist_ok=True)
     folder = ensure_checkpoint(setup, candidate, progress)
@@ -103,14 +103,14 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
 
 
 def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
-    """Load the first `count` questions of a search, in an order that its seed decides; None: all."""
+    """Load the first `count` questions of a search, in the order of its seed; None: all."""
     model, data = setup.model, Path(setup.data) if setup.data else None
     options: dict[str, Any] = {"limit": count, "seed": setup.seed, "reading": setup.reading}
     return tasks.load_suite(setup.suite, data, candidate=model, baseline=model, **options)
 
 
 def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
-    """Return the folder of a candidate's checkpoint, and make it where there is none."""
+    """The folder of a candidate's checkpoint, which is written if missing."""
     if not candidate.choices:
         return setup.model
 
@@ -127,7 +127,7 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
         recipe = resolve(keys).recipe
         needs = QuantMethod(recipe.method, recipe.options).needs.statistics
         if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
-            # What stands before the language model decides the statistics: all schemes after one reducer share a folder.
+            # Statistics depend only on what comes before the language model: all schemes with one reducer share a folder.
             before = [str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
             plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
 
@@ -143,9 +143,9 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
 
 
 def _ensure(folder: Path, make: Callable[[Path, bool], None]) -> Path:
-    """A folder, made if it is missing, by one process while others wait for it.
+    """A folder that one process creates if it is missing while others wait for it.
 
-    Where a worker with other versions or threads left it half done it is begun anew: the search made it, not the user.
+    If a worker with other versions or threads left it unfinished, it is started over, as it belongs to the search.
     """
     with locks.held(folders.staging_path(folder, "turn"), f"making {folder}", wait=True):
         if not folder.exists():

@@ -4,7 +4,7 @@
     results = run("OUT", "MODEL", load="closed:8")
     results.bench.summary["serve"]["cold"]["request_throughput"].ratio
 
-`prompts` makes conversations with images, `client` sends them to a server as a load says and takes the time, `serving` does so
-for both sides in turn, checks by the server's `counters` that the work was done, and times the engine without a server;
-`measure` makes figures and ratios of it, `runs` all of it in one call, `text` a page for a terminal.
+`prompts` creates conversations with images, `client` sends them to a server with a given load and measures times, `serving`
+does this for both sides alternately, verifies the work with the server's `counters`, and times the engine without a server;
+`measure` computes figures and ratios, `runs` is the whole benchmark, and `text` formats the results for a terminal.
 """

@@ -4,8 +4,8 @@ Loads and percentiles are those of `vllm bench serve` in vLLM 0.32. That tool it
 counts of cached and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk
 (the role) for the first token, which adds one gap of nearly 0 ms to every request's inter-token times; it encodes each
 image into JSON while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured
-request, image included. Given the same requests, both agree on end-to-end times and requests per second
-as far as the machine has cores for client and server; the inter-token gaps differ by one a request.
+request, image included. For the same requests, both agree on end-to-end times and requests per second if the machine has
+enough cores for client and server; they differ by one inter-token gap per request.
 
 A closed load is N clients, each of which sends its next request when its last one is answered: it shows capacity at a given
 concurrency. An open load is a Poisson process of R requests a second, whatever the server does: it shows the latency of a
@@ -47,11 +47,11 @@ class Load:
 
     @property
     def default_requests(self) -> int:
-        """Number of requests after which the load was mostly in its steady state: 16 rounds of all clients, or a minute."""
+        """Default number of requests, mostly in the steady state: 16 rounds of all clients, or a minute."""
         return max(64, math.ceil(self.amount * (16 if self.kind == "closed" else 60)))
 
     def arrivals(self, requests: int, seed: int) -> list[float] | None:
-        """Draw the arrival times of an open load's requests, in seconds from the start, rising; None for a closed load.
+        """The random arrival times of an open load's requests, in ascending seconds from the start; None for a closed load.
 
         Gaps are exponential with mean 1 / rate. Unlike vLLM's benchmark, the last arrival is not moved to requests / rate:
         both sides get the same arrivals, so there is no variance between them to remove.
@@ -66,10 +66,10 @@ class Load:
 
 
 def parse_load(text: str) -> Load:
-    """Read a load like `closed:8` or `rate:2.5`.
+    """Parse a load like `closed:8` or `rate:2.5`.
 
     Raises:
-        UserError: neither of these, or the number is not above zero (for clients: not whole).
+        UserError: another kind, or the number is not above zero (for clients: not whole).
     """
     kind, colon, number = text.partition(":")
     if kind not in KINDS:
@@ -86,13 +86,12 @@ def parse_load(text: str) -> Load:
 
 @dataclass
 class Outcome:
-    """One request as its client saw it.
+    """One request as observed by its client.
 
     Attributes:
         ttft, e2e: seconds; see the module. `itl`: seconds between tokens.
         error: the reason why the request failed, or "".
-        prompt_tokens, visual_tokens, cached_tokens, output_tokens: counts by the server; visual tokens are among those of the
-            prompt.
+        prompt_tokens, visual_tokens, cached_tokens, output_tokens: counts by the server; prompt tokens include visual ones.
     """
 
     ttft: float = 0.0
@@ -110,8 +109,8 @@ class Outcome:
 
 
 def encode_request(model: str, messages: list[dict[str, Any]], out_tokens: int, llama_cpp: bool = False) -> bytes:
-    """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage, which llama.cpp gives
-    by another name."""
+    """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage, which has another name
+    in llama.cpp."""
     body = {
         "model": model,
         "messages": messages,
@@ -133,7 +132,7 @@ def send(
     timeout: float = 600.0,
     done: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Outcome], float]:
-    """Send all requests as the load says and wait for all answers.
+    """Send all requests with the given load and wait for all answers.
 
     Args:
         url: URL of the server, without a path.
@@ -155,7 +154,7 @@ async def _send(
     outcomes = [Outcome() for _ in bodies]
     finished = 0
     limits = aiohttp.ClientTimeout(total=timeout)
-    # llama.cpp's server closes a connection after a streamed answer, vLLM's an idle one after 5 s, and neither says so.
+    # llama.cpp's server closes a connection after a streamed answer, vLLM's an idle one after 5 s, both without notice.
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
         start = time.perf_counter()
@@ -204,12 +203,12 @@ async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> No
                 usage = chunk.get("usage") or {"completion_tokens": (chunk.get("timings") or {}).get("predicted_n")}
                 last = _count(outcome, usage, now, due, last)
         outcome.error = "" if outcome.output_tokens else "the stream had no tokens"
-    except Exception as error:  # whatever happens to one request is its outcome, the load goes on
+    except Exception as error:  # any failure of one request is its outcome; the load continues
         outcome.error = f"{type(error).__name__}: {error}"
 
 
 def _count(outcome: Outcome, usage: dict[str, Any], now: float, due: float, last: float) -> float:
-    """Book the new tokens of a chunk that arrived at `now`, and return the time of the last token so far."""
+    """Record the new tokens of a chunk that arrived at `now`, and return the time of the last token so far."""
     details = usage.get("prompt_tokens_details") or {}
     if details:  # only in the final chunk
         outcome.cached_tokens = details.get("cached_tokens") or 0

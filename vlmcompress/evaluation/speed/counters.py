@@ -1,4 +1,4 @@
-"""What servers say of their work: vLLM's and llama.cpp's counters at `/metrics`, and the tokens that llama.cpp counts."""
+"""Counters of servers: vLLM's and llama.cpp's `/metrics`, and the token counts of llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since the server's start: prompt tokens found in the prefix cache, images found in the processor's cache; of
-    speculation the steps with a draft, the tokens drafted, those that the model accepted, and the same by their place; the
-    time from first to last token, summed over the requests."""
+    """Counts since the server's start: prompt tokens from the prefix cache, images from the processor's cache; for speculative
+    decoding the steps with a draft, drafted tokens, accepted tokens, and accepted tokens by position; the time from first to
+    last token in seconds, summed over the requests."""
 
     prefix_hits: float = 0.0
     media_hits: float = 0.0
@@ -49,7 +49,7 @@ class Counters:
     accepted_at: tuple[float, ...] = ()
 
     def since(self, before: Counters) -> Counters:
-        """What was counted since another reading."""
+        """The counts since an earlier reading."""
         *now, places = astuple(self)
         *then, earlier = astuple(before)
         counts = (after - count for after, count in zip(now, then, strict=True))
@@ -58,7 +58,7 @@ class Counters:
 
 
 def counters(server: Server) -> Counters:
-    """Read the counters, summed over the server's engines."""
+    """The counters, summed over the server's engines."""
     total = dict.fromkeys(NAMES.values(), 0.0)
     places: dict[int, float] = {}
     for name, labels, value in metrics(server):
@@ -71,7 +71,7 @@ def counters(server: Server) -> Counters:
 
 
 def cache_config(server: Server) -> dict[str, str]:
-    """Read vLLM's cache configuration: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ... as text."""
+    """vLLM's cache configuration, as strings: `block_size`, `cache_dtype`, `kv_cache_size_tokens`, ..."""
     configs = [labels for name, labels, _ in metrics(server) if name == "vllm:cache_config_info"]
     if not configs:
         raise UserError(f"{server.url}/metrics has no vllm:cache_config_info; is this vLLM 0.32?")
@@ -84,7 +84,7 @@ def metrics(server: Server) -> list[tuple[str, dict[str, str], str]]:
 
 
 def server_version(server: Server, llama_cpp: bool = False) -> str:
-    """The version of vLLM, which the server knows, or of the package that holds llama.cpp."""
+    """The version of vLLM, from the server, or of the package with llama.cpp."""
     if llama_cpp:
         return f"xllamacpp {importlib.metadata.version('xllamacpp')}"
     return json.loads(_get(server, "/version"))["version"]
@@ -101,13 +101,13 @@ def _get(server: Server, path: str) -> str:
         with _DIRECT.open(server.url + path, timeout=60) as reply:
             return reply.read().decode()
     except OSError as error:
-        raise UserError(f"vLLM's server of {server.name} is gone ({error}){last_words(server.log_path)}") from error
+        raise UserError(f"vLLM's server of {server.name} has ended ({error}){last_words(server.log_path)}") from error
 
 
 def count_visual_tokens(
     running: Server, conversations: Sequence[list[dict[str, Any]]], outcomes: Sequence[Outcome]
 ) -> None:
-    """Fill in the visual tokens of answered requests: what prompts have more than the same conversations without images."""
+    """Set the visual tokens of answered requests: the prompt's tokens minus those of the conversation without images."""
     for messages, outcome in zip(conversations, outcomes, strict=True):
         if not outcome.error:
             without = []

@@ -1,14 +1,14 @@
 """Compute figures from single requests, ratios of the two sides from repeats, and the memory of each side.
 
-A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline, one of
-each repeat, because the two runs of a repeat were neighbours in time; the smallest and the largest show the spread.
+A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline of the repeats,
+as the two runs of a repeat were adjacent in time; the smallest and the largest show the spread.
 
 Whether a side is faster is judged by the 95% interval of the mean of the ratios' logarithms, Student's t of the repeats:
-mean +- t s / sqrt(n). Three repeats that happen to fall on one side do so by chance in 1 case of 4, so that extremes alone
-would show too much; such an interval leaves out 1 by chance in 1 of 20, half of them on each side. One repeat has none.
+mean +- t s / sqrt(n). Three repeats fall on the same side by chance in 1 case of 4, so that their extremes would not suffice;
+this interval excludes 1 by chance in 1 case of 20, half of them on each side. One repeat has no interval.
 
-Tokens per second of prompt and output together are left out on purpose: a model that needs fewer visual tokens for the
-same image does the same work with fewer of them and would look slower. Requests per second are what it wins.
+Tokens per second of prompt and output together are left out on purpose: a model with fewer visual tokens per image would look
+slower for the same work. Its gain is in requests per second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
-    """Read limits like `ttft=200,tpot=50`, also of `e2e`, in milliseconds, as `{"ttft": 200.0, "tpot": 50.0}`.
+    """Parse limits like `ttft=200,tpot=50` (and `e2e`), in milliseconds, to `{"ttft": 200.0, "tpot": 50.0}`.
 
     Raises:
         UserError: an unknown name or a limit that is not above zero.
@@ -65,12 +65,12 @@ def serve_run(
     slo: Mapping[str, float],
     counters: Counters,
 ) -> LoadRun:
-    """Make the record of one burst against a server. Times are those of requests that were answered.
+    """The record of one burst against a server. Times are those of answered requests.
 
     Args:
         duration: seconds from the first request to the last answer.
-        slo: limits in milliseconds; goodput is requests per second that keep them all (TPOT of one token: 0).
-        counters: what the server counted meanwhile.
+        slo: limits in milliseconds; goodput is requests per second within all limits (TPOT of one token: 0).
+        counters: the server's counts during the burst.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
 
@@ -153,7 +153,7 @@ def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, flo
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of the ratio, from those of the repeats; None for one repeat, or where one is 0 or has no end."""
+    """The 95% interval of the ratio, from those of the repeats; None for one repeat, or if one is 0 or infinite."""
     if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
         return None
     logs = [math.log(ratio) for ratio in ratios]

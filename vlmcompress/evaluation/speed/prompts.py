@@ -32,9 +32,9 @@ class Prompts:
     """A source of conversations.
 
     Attributes:
-        source: description of the source for people.
+        source: description of the source.
         samples: conversations with images; empty: generated images with a question from a short list.
-        sizes: (width, height) that images get in turn; empty: their own.
+        sizes: (width, height) of images, used in rotation; empty: their original sizes.
     """
 
     source: str
@@ -44,11 +44,11 @@ class Prompts:
 
     @property
     def images(self) -> int:
-        """The most images in one conversation."""
+        """The maximum number of images in a conversation."""
         return max((len(sample.images) for sample in self.samples), default=1)
 
     def burst(self, number: int, requests: int) -> list[list[dict[str, Any]]]:
-        """Make the messages of a burst's requests, OpenAI-style, with images as PNG in data URIs."""
+        """The messages of a burst's requests, OpenAI-style, with images as PNG in data URIs."""
         first = number * requests
         return [self._messages(serial) for serial in range(first, first + requests)]
 
@@ -70,12 +70,12 @@ class Prompts:
 def open_prompts(
     data: str | Path | None, sizes: Sequence[tuple[int, int]], candidate: Path, baseline: Path, seed: int
 ) -> Prompts:
-    """Open the prompts of a data set or folder of images, without rows that have no image, or a video.
+    """Open the prompts of a data set or folder of images, without rows that have no image or a video.
 
-    Where `data` is None they are those bundled with a demo model, or generated images if there are none or sizes are given.
+    If `data` is None they are bundled with a demo model, or generated images if there are none or sizes are given.
 
     Raises:
-        UserError: the data are missing or broken, or have no image at all.
+        UserError: the data are missing or damaged, or have no image at all.
     """
     source = (
         hub.local(data, "dataset", splits=hub.TEST)
@@ -113,7 +113,7 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
     tail = draw.uniform(largest**-2, smallest**-2, int(6 * ((width * height) ** 0.5 + 2 * largest) ** 2 / area))
     radii = tail**-0.5
     centres = draw.uniform((-largest, -largest), (width + largest, height + largest), (len(radii), 2))
-    grey = draw.uniform(0, 256, (len(radii), 1))  # colours of nature vary in lightness much more than in hue
+    grey = draw.uniform(0, 256, (len(radii), 1))  # natural colours vary more in lightness than in hue
     colours = np.clip(grey + draw.normal(0, 25, (len(radii), 3)), 0, 255).astype(int)
     for radius, (x, y), colour in zip(radii.tolist(), centres.tolist(), colours.tolist(), strict=True):
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=tuple(colour))

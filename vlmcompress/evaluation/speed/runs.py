@@ -35,15 +35,15 @@ def run(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Results:
-    """Measure a candidate against its baseline on this machine: in vLLM, GGUF in llama.cpp.
+    """Measure a candidate against its baseline on this machine, in vLLM, or in llama.cpp for GGUF.
 
     Args:
-        warm: measure the servers with their caches on, too; not where a side is GGUF.
-        offline: measure the engine without a server, too; not where a side is GGUF.
+        warm: also measure the servers with their caches on; ignored if a side is GGUF.
+        offline: also measure the engine without a server; ignored if a side is GGUF.
         settings: see `plan`.
 
     Raises:
-        UserError: a checkpoint, the data or a number is wrong, or the engine fails.
+        UserError: a checkpoint, the data or a number is invalid, or the engine fails.
     """
     planned, progress = plan(candidate, baseline, **settings), progress or (lambda *_: None)
     llama_cpp = {side: planned.in_llama_cpp(side) for side in planned.paths}
@@ -64,7 +64,7 @@ def run(
     by_side: dict[str, Memory] = {}
     for side, path in planned.paths.items():
         cache = about[side].cache
-        if not cache:  # llama.cpp's server says nothing of it
+        if not cache:  # llama.cpp's server does not report it
             continue
         per_token = kv_bytes_per_token(path, cache["cache_dtype"])
         cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
@@ -113,11 +113,11 @@ def plan(
         load: `closed:8` or `rate:2.5`; see `client.parse_load`.
         requests: number of requests in a burst; None: enough for the load.
         data: folder of images, `.jsonl` or `.parquet`; None: see `prompts.open_prompts`.
-        sizes: `WIDTHxHEIGHT` that images are scaled to in turn, or (without data) generated with.
+        sizes: `WIDTHxHEIGHT` to which images are scaled in rotation, or in which they are generated without data.
         out_tokens: number of tokens in every answer, so that both sides do equal work.
         repeats: number of bursts of each side in each state.
-        slo: limits in milliseconds of `ttft`, `tpot`, `e2e` that a good request keeps.
-        resident: keep both servers up, one of them idle, instead of starting one for each turn.
+        slo: limits in milliseconds of `ttft`, `tpot`, `e2e` for goodput.
+        resident: keep both servers running, one of them idle, instead of starting one per turn.
         speculative: JSON of vLLM's `--speculative-config` for each side; None: without.
         flags: further flags of `vllm serve`, for both sides.
     """
@@ -158,8 +158,8 @@ def kv_bytes_per_token(folder: Path, cache_dtype: str) -> int | None:
         cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
 
     Returns:
-        The bytes; None for other than full attention (latent, sliding windows, linear layers), where they depend on the
-        position, and for types of the cache that are not known.
+        The bytes; None for unknown cache types and for attention other than full (latent, sliding windows, linear layers),
+        where they depend on the position.
     """
     width = kv_cache.TYPES.get(
         next((name for name, flag in kv_cache.FLAGS.items() if flag == cache_dtype), cache_dtype)

@@ -1,21 +1,21 @@
-"""Bursts of requests of both sides, against servers, and offline: all at once to the engine, without a server or a client.
+"""Bursts of requests for both sides, against servers and offline, i.e. all at once to the engine without server and client.
 
-The order is baseline, candidate, candidate, baseline, baseline, candidate, ... A machine drifts (it warms up, a
-neighbour comes and goes). With A B B A a drift that is linear in time adds the same to both sides over two repeats,
-while A B A B favours one of them. Neighbours of a pair ran right after one another, so their ratio is of one time;
-neighbouring turns of one side need no restart of its engine between them.
+The order is baseline, candidate, candidate, baseline, baseline, candidate, ... Machines drift (they warm up, other load comes
+and goes). With A B B A a drift that is linear in time adds the same to both sides over two repeats, while A B A B favours one
+of them. The two runs of a repeat are adjacent in time, so that drift hardly affects their ratio; adjacent turns of one side
+need no restart of its engine.
 
-**cold**: prefix cache and image processor cache off and no image sent twice; that nothing came from a cache is checked
-in the server's counters. With both off vLLM also tells equal images apart, so its encoder cache finds nothing.
-**warm**: caches on, and one burst again and again after a first time that isn't measured. Never compare cold with warm.
+**cold**: prefix cache and image processor cache off, and no image sent twice; the server's counters verify that nothing came
+from a cache. With both off, vLLM also distinguishes equal images, so that its encoder cache is not used.
+**warm**: caches on, and one burst repeated after a first, unmeasured time. Never compare cold with warm.
 
-Two engines that run at the same time disturb each other, so only one is ever asked. The other is stopped (a server is
-started for every turn, which always fits into memory), or `resident`: up, but idle. On two CPU cores an idle vLLM 0.32
-server was seen to take 0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
+Two active engines disturb each other, so only one gets requests at a time. The other is stopped (a server is started for
+every turn, which always fits into memory), or `resident`: running, but idle. On two CPU cores an idle vLLM 0.32 server took
+0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
 
-Offline, `engines/vllm/worker.py` is the engine's process. An engine that was started answers a warm-up burst, then the
-bursts of its turn, one engine at a time. The bursts are those of the cold server runs, so that different counts of
-prompt tokens show that images were not processed alike. Flags for `vllm serve` have no effect here. `vllm bench
+Offline, `engines/vllm/worker.py` is the engine's process. A started engine answers a warm-up burst, then the bursts of its
+turn, one engine at a time. The bursts are those of the cold server runs, so that different counts of prompt tokens reveal
+different image processing. Flags for `vllm serve` have no effect here. `vllm bench
 throughput --backend vllm-chat` times the same; but that tool takes no image files of one's own, and its `random-mm`
 silently becomes plain text where no data set path is given.
 """
@@ -52,8 +52,8 @@ FLAGS: dict[State, tuple[str, ...]] = {
 }
 ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
-MOST_SLOTS = 8  # requests at once of llama.cpp's server, which has as many as there are clients
-SILENCE = 1800.0  # seconds in which the engine must be up, then answer a burst
+MOST_SLOTS = 8  # maximum concurrent requests of llama.cpp's server, which otherwise equals the number of clients
+SILENCE = 1800.0  # seconds within which the engine must start, then answer a burst
 # Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
 OFFLINE_ENGINE = replace(VLLM, name="vllm-offline", environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"))
 
@@ -86,7 +86,7 @@ class BenchPlan:
 
 @dataclass
 class About:
-    """The description that a side's last server gave of itself."""
+    """The description of a side's last server."""
 
     version: str = ""
     flags: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class About:
 
 
 def abba(repeats: int) -> list[Turn]:
-    """List `(side, repeat)` in the order of the runs; each repeat has both sides, next to one another."""
+    """`(side, repeat)` in the order of the runs; the two sides of a repeat are adjacent."""
     sides: tuple[SideName, SideName] = ("baseline", "candidate")
     return [(side, repeat) for repeat in range(repeats) for side in (sides if repeat % 2 == 0 else sides[::-1])]
 
@@ -104,7 +104,7 @@ def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[
     """Run all bursts of one state.
 
     Raises:
-        UserError: a server can't start or dies, no request is answered, or a run is not what its state says.
+        UserError: a server can't start or dies, no request is answered, or a run violates its state.
     """
     runs: list[LoadRun] = []
     about: dict[SideName, About] = {"baseline": About(), "candidate": About()}
@@ -127,7 +127,7 @@ def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[
 def _servers(
     plan: BenchPlan, state: State, about: dict[SideName, About], progress: Progress
 ) -> Iterator[Callable[[SideName], Server]]:
-    """Within the context, a function that gives the server of a side, started and warmed up."""
+    """Yield a function that returns the running, warmed-up server of a side."""
     flags = [*FLAGS[state], *ALWAYS, *plan.flags]
     up: dict[SideName, Server] = {}
     with contextlib.ExitStack() as stack:
@@ -139,7 +139,7 @@ def _servers(
                     up.clear()
                 progress(f"{state} {side}: starting the server", 0, 1)
                 up[side] = running = stack.enter_context(_server(plan, side, flags))
-                # An unmeasured burst: of images that are not used again, or (warm) of the ones that will be.
+                # An unmeasured burst of images that are not used again, or, for warm runs, of the same images.
                 number = plan.repeats if state == "cold" else 0
                 outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
                 _check_answered(outcomes, running)
@@ -150,13 +150,13 @@ def _servers(
                     about[side] = About(counters.server_version(running), flags, running.start_seconds, cache)
             return up[side]
 
-        for side in plan.paths if plan.resident else ():  # both before the first burst: all have an idle neighbour
+        for side in plan.paths if plan.resident else ():  # all bursts have an idle second server
             get(side)
         yield get
 
 
 def _server(plan: BenchPlan, side: SideName, flags: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
-    """The server of a side, which starts with the block that it is entered in."""
+    """The server of a side, as a context manager that starts it."""
     path, length = plan.paths[side], plan.max_model_len
     if plan.in_llama_cpp(side):
         slots = int(plan.load.amount) if plan.load.kind == "closed" else MOST_SLOTS
@@ -168,8 +168,8 @@ def _server(plan: BenchPlan, side: SideName, flags: Sequence[str]) -> contextlib
 def burst(
     plan: BenchPlan, side: SideName, running: Server, number: int, label: str, progress: Progress, repeat: int | None
 ) -> tuple[list[Outcome], float]:
-    """Send one burst, encoded before the clock starts. An open load arrives anew in each repeat; repeat None is a warm-up,
-    by eight clients."""
+    """Send one burst, encoded before the clock starts. Each repeat draws new arrivals of an open load; repeat None is a warm-up
+    with eight clients."""
     messages = plan.prompts.burst(number, plan.requests)
     of_llama_cpp = plan.in_llama_cpp(side)
     bodies = [
@@ -198,7 +198,7 @@ def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcom
 def check(
     plan: BenchPlan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
 ) -> None:
-    """Check that a run did the work of its state: images processed, caches used or not, all tokens generated."""
+    """Check that a run matches its state: images processed, caches used or not, all tokens generated; else `UserError`."""
     good = _check_answered(outcomes, running)
     short = min(outcome.output_tokens for outcome in good)
     if short != plan.out_tokens:
@@ -221,13 +221,13 @@ def check(
 def run_offline(
     plan: BenchPlan, served: Sequence[LoadRun], progress: Progress
 ) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
-    """Run all bursts of both sides; return their records and each engine's description of itself.
+    """Run all bursts of both sides; return their records and each engine's description.
 
     Args:
-        served: runs of the same plan against servers; visual tokens are taken from its cold ones.
+        served: runs of the same plan against servers; visual tokens are taken from the cold ones.
 
     Raises:
-        UserError: the engine can't start or dies, or a run is not the work of the server's.
+        UserError: the engine can't start or dies, or a run did other work than the server's.
     """
     runs: list[LoadRun] = []
     about: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
@@ -255,7 +255,7 @@ def run_offline(
         events = OFFLINE_ENGINE.events(job, bursts, plan.paths[side], SILENCE, SILENCE)
         with contextlib.closing(events):
             for event in events:
-                if event["event"] == "ready":  # of the cache and the start the servers' figures count
+                if event["event"] == "ready":  # for cache and start-up the servers' figures are used
                     described = event["engine"].items()
                     about[side] = {k: v for k, v in described if k not in ("kv_cache_dtype", "start_seconds")}
                 elif event["id"] != plan.repeats:
@@ -265,7 +265,7 @@ def run_offline(
 
 
 def _offline_run(plan: BenchPlan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
-    """Make the record of one burst, after checking that it did the same work as that burst against a server."""
+    """The record of one burst, after checking that it did the same work as the burst against a server."""
     (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
     served_tokens = same.text_tokens + same.visual_tokens
     if not same.failed and event["prompt_tokens"] != served_tokens:

@@ -1,4 +1,4 @@
-"""Render a benchmark's results for a terminal."""
+"""Format a benchmark's results for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS = {
 
 
 def speed_text(bench: Bench) -> str:
-    """Render speed in each mode and state, and memory."""
+    """Speed in each mode and state, and memory, as text."""
     turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
     work = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
     rows: list[tuple[str, ...]]
@@ -55,9 +55,9 @@ def speed_text(bench: Bench) -> str:
 
 
 def _drafted(bench: Bench) -> list[tuple[str, ...]]:
-    """Rows of what was drafted and accepted, by side, mode and state; a step gives one token more than it accepts.
+    """Rows about drafted and accepted tokens, by side, mode and state; a step produces one token more than it accepts.
 
-    The candidate's steps are compared with the baseline's: drafting wins where they give more tokens than they cost.
+    The candidate's steps are compared with the baseline's: drafting gains if they produce more tokens than they cost.
     """
     rows: list[tuple[str, ...]] = []
     for side, mode, state in dict.fromkeys((run.side, run.mode, run.state) for run in bench.runs):
@@ -67,7 +67,7 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
             sum(counts) for counts in zip(*((r.drafts, r.drafted, r.accepted) for r in runs), strict=True)
         )
         if drafts and drafted:
-            # By the server's clock, where the baseline drafts nothing: a busy machine's client sees tokens arrive together.
+            # By the server's clock, if the baseline does not draft: on a busy machine, tokens reach the client in bunches.
             seconds, before, drafting = _step_seconds(runs), _step_seconds(plain), any(run.drafts for run in plain)
             caches = "no caches" if state == "cold" else "caches on"
             counts = (
@@ -86,6 +86,6 @@ def _drafted(bench: Bench) -> list[tuple[str, ...]]:
 
 
 def _step_seconds(runs: Sequence[LoadRun]) -> float:
-    """A request's mean time in a step after the prompt's, where each gives a token and what it accepts; 0.0: not measured."""
+    """Mean seconds of a request's decoding step, which produces one token plus the accepted ones; 0.0: not measured."""
     steps = sum(run.output_tokens - run.completed - run.accepted for run in runs)
     return sum(run.decode_seconds for run in runs) / steps if steps > 0 else 0.0

@@ -1,21 +1,21 @@
 """Checkpoint formats. One file per format: pure maps from quantized weights to stored tensors and back, and its config block.
 
-A recipe's `format` names the file. A format that is written has what `Writer` lists, one that is read what `Reader` lists; most
-have both. Optional:
+A recipe's `format` names the file. A format that can be written implements `Writer`, one that can be read `Reader`; most
+implement both. Optional:
 
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
-    SCALES                          the dtype of all its scales, for which quantizers then solve; without it that of the weights
-    OTHER_NAMES                     other names that its files have for a layer's tensors -> those in `specs`
-    VOCABULARY                      True: output head and token embedding may be quantized, too
-    GROUP_SIZE                      a literal: the group size of schemes that have one, where the recipe gives none
-    ENGINE                          a literal: the engine (`engines.NAMES`) that alone reads its files
-    write_files(tree, family, parts, progress) -> bytes      its files, where they are not safetensors under the source's names;
-                                    `tree` has the source's other files already, `parts` is a `Parts`
+    SCALES                          the dtype of all its scales, for which quantizers then solve; default: that of the weights
+    OTHER_NAMES                     alternative tensor names in its files -> those in `specs`
+    VOCABULARY                      True: output head and token embedding may be quantized
+    GROUP_SIZE                      a literal: default group size of schemes that have one
+    ENGINE                          a literal: the only engine (`engines.NAMES`) that reads its files
+    write_files(tree, family, parts, progress) -> bytes      writes files other than safetensors with the source's names;
+                                    `tree` already has the source's other files, `parts` is a `Parts`
     source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
-    reducer_problem(family, reducer) -> str | None           with it: why its engine lacks a reducer, as in recipes
-    token_ids(folder, config, texts) -> [[int]] | None       with it, where its engine has a tokenizer of its own: its tokens of
-                                    texts, by what was written into the folder or would be; None: the engine is not there
-    TITLE                           with it: a literal, the engine's name for people
+    reducer_problem(family, reducer) -> str | None           with it: why its engine does not support a recipe's reducer
+    token_ids(folder, config, texts) -> [[int]] | None       with it, for engines with their own tokenizer: its tokens of
+                                    texts, from the files in the folder or as they would be written; None: not installed
+    TITLE                           with it: a literal, the engine's display name
 
 A local name has no module path (`weight_packed`, `weight_scale`, ...). Nothing here reads a model or writes a file.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(Protocol):
-    """What every format has.
+    """The members of every format.
 
     Attributes:
         FORMAT: `quant_method` in config.json.
-        KV_SCALES: names below an attention module of an FP8 KV cache's scales; None: the format holds none.
+        KV_SCALES: names, below an attention module, of an FP8 KV cache's scales; None: unsupported.
     """
 
     FORMAT: str
@@ -52,7 +52,7 @@ class ExportFormat(Protocol):
         """Local names, types and shapes of the tensors stored for a layer of `rows` outputs and `columns` inputs.
 
         Args:
-            dtype: safetensors' name of the type of scales, where the format leaves a choice.
+            dtype: safetensors' name of the type of scales, if the format leaves a choice.
 
         Raises:
             ValueError: the scheme cannot have a layer of this shape.
@@ -63,58 +63,58 @@ class ExportFormat(Protocol):
 
 @runtime_checkable
 class Writer(ExportFormat, Protocol):
-    """A format that is written."""
+    """A format that can be written."""
 
     def storage(self, scheme: Scheme) -> str:
-        """The format's name for how it stores a scheme. Raises UserError where it cannot."""
+        """The format's name for its storage of a scheme. Raises `UserError` for an unsupported scheme."""
         ...
 
     def tensors(self, qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensors stored for one linear layer, as `specs` lists them, with scales in the type that they have in `qt`.
+        """The tensors stored for one linear layer, as in `specs`, with scales in the type of `qt`.
 
         Args:
             qt: codes [out, in], scales [out, groups] ([out, 1], [1]) and, when asymmetric, zero points [out, groups].
-            input_scale: the scale of static activations, one value; of NVFP4 activations their global scale.
+            input_scale: the scale of static activations, one value; for NVFP4 activations their global scale.
         """
         ...
 
     def configs(self, layers: Layers) -> dict[str, dict]:
-        """What JSON files say of the layers, by file name; `config.json`: its `quantization_config` block, if it has any."""
+        """File name -> its content about the layers; for `config.json` the `quantization_config` block, if any."""
         ...
 
 
 @runtime_checkable
 class Reader(ExportFormat, Protocol):
-    """A format that is read."""
+    """A format that can be read."""
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise `UserError` for what a checkpoint's block says that may change what the weights mean and is not read."""
+        """Raise `UserError` for unsupported settings in a checkpoint's block that may change the meaning of the weights."""
         ...
 
     def scheme_in(
         self, config: Mapping[str, Any], names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]
     ) -> Scheme | None:
-        """The scheme of a linear layer `[out, in]` with these tensors, by the checkpoint's block; None: it is not quantized.
+        """The scheme of a linear layer `[out, in]` with these tensors, from the checkpoint's block; None: not quantized.
 
         Args:
             names: the layer's names in memory, on disk and in vLLM.
 
         Raises:
-            UserError: the block is not one that is read.
+            UserError: the block is invalid or unsupported.
         """
         ...
 
     def quantizes(self, config: Mapping[str, Any], name: str) -> bool:
-        """Whether an engine reads the linear layer called `name` as quantized, by the checkpoint's block."""
+        """Whether an engine takes the linear layer `name` for quantized, by the checkpoint's block."""
         ...
 
     def read(
         self, stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
     ) -> tuple[QTensor, Tensor | None]:
-        """A layer's codes, scales and zero points, and the scale of its inputs where that is fixed: the inverse of `tensors`.
+        """A layer's codes, scales and zero points, and its static input scale or None: the inverse of `tensors`.
 
         Raises:
-            UserError: the tensors hold what their scheme excludes.
+            UserError: the tensors contradict their scheme.
         """
         ...
 
@@ -150,12 +150,12 @@ class Parts:
 def files_problems(
     exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None
 ) -> list[str]:
-    """Reasons why a format with files of its own cannot hold a model; none for other formats.
+    """Reasons why a format that writes its own files cannot hold a model; empty for other formats.
 
     Args:
-        folder: the source's.
+        folder: the source's folder.
         config: transformers' configuration with all defaults.
-        reducer: the reducer that the checkpoint is to carry, as recipes have it; None: none.
+        reducer: the checkpoint's reducer as in recipes, or None.
     """
     if not hasattr(exporter, "write_files"):
         return []
@@ -166,9 +166,9 @@ def files_problems(
 
 
 def format_problems(exporter: Any, layers: Layers) -> list[str]:
-    """Reasons why a format cannot hold these layers: it is not written, lacks a scheme, or cannot hold them together."""
+    """Reasons why a format cannot hold these layers: it is read-only, lacks a scheme, or cannot combine them."""
     if not isinstance(exporter, Writer):
-        return [f"files of quant_method {exporter.FORMAT} are read, not written; write compressed-tensors or modelopt"]
+        return [f"files of quant_method {exporter.FORMAT} can only be read; write compressed-tensors or modelopt"]
     reasons = []
     for scheme in layers.schemes:
         try:
@@ -177,7 +177,7 @@ def format_problems(exporter: Any, layers: Layers) -> list[str]:
             reasons.append(str(error))
     if layers.vocabulary and not getattr(exporter, "VOCABULARY", False):
         reasons.append(
-            f"{exporter.FORMAT} files have no place for {' and '.join(layers.vocabulary)} quantized; leave head and "
-            "embeddings in bf16, or write compressed-tensors"
+            f"{exporter.FORMAT} files cannot hold a quantized {' and '.join(layers.vocabulary)}; leave head and embeddings in "
+            "bf16, or write compressed-tensors"
         )
     return reasons + (exporter.problems(layers) if hasattr(exporter, "problems") else [])

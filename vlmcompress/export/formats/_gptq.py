@@ -1,16 +1,16 @@
-"""What the two versions of GPTQ's format have in common; `offset` is what is taken from stored zero points: 1 in v1, 0 in v2.
+"""The common parts of GPTQ's two formats; `offset` is subtracted from stored zero points: 1 in v1, 0 in v2.
 
 Stored per linear layer (`out` x `in`, b bits, g = number of scales per row), everything transposed:
 
 | tensor | type and shape | content |
 |---|---|---|
-| `qweight` | i32 [in*b/32, out] | codes plus 2^(b-1), packed along `in` in turn |
-| `qzeros` | i32 [g, out*b/32] | zero points plus 2^(b-1), less the offset, packed along `out` |
+| `qweight` | i32 [in*b/32, out] | codes plus 2^(b-1), packed in order along `in` |
+| `qzeros` | i32 [g, out*b/32] | zero points plus 2^(b-1), minus the offset, packed along `out` |
 | `scales` | f16 [g, out] | |
-| `g_idx` | i32 [in] | the group of each input, here always in turn |
+| `g_idx` | i32 [in] | the group of each input, here always ascending |
 
-`w = (q - z) * s`. Layers with another scheme than most, and parts that stay in 16 bits, stand in `dynamic`: patterns that
-engines match from the start of a layer's name. Sources: AutoGPTQ `qlinear_cuda.py`, GPTQModel's `dynamic`, vLLM 0.32
+`w = (q - z) * s`. Layers with another scheme than most, and parts in 16 bits, are listed in `dynamic`: patterns that engines
+match from the start of a layer's name. Sources: AutoGPTQ `qlinear_cuda.py`, GPTQModel's `dynamic`, vLLM 0.32
 `quantization/auto_gptq.py` and `utils/gptq_utils.py`.
 """
 
@@ -30,7 +30,7 @@ from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import Spec
 
-# vLLM's names of matrices that it makes of several.
+# vLLM's names of fused matrices.
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -69,7 +69,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, offset: int) -> dict[str, Tensor]:
-    """Make the tensors that are stored for one linear layer. Raises `UserError` for a scale that is no 16-bit float."""
+    """The tensors stored for one linear layer. Raises `UserError` for a scale that float16 cannot represent."""
     bits, columns = scheme.weights.bits, qt.q.shape[1]
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
@@ -81,7 +81,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None, *, o
 
 
 def quantizes(config: Mapping, name: str) -> bool:
-    """Whether an engine reads the linear layer called `name` as quantized: no pattern of exceptions matches its beginning."""
+    """Whether an engine takes the linear layer `name` for quantized: no pattern of exceptions matches its beginning."""
     excluded = (pattern[2:] for pattern in config.get("dynamic") or () if pattern.startswith("-:"))
     return not any(re.match(pattern, name) for pattern in excluded)
 
@@ -92,20 +92,24 @@ def read(
     """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
 
     Raises:
-        UserError: inputs are in another order than their groups (`desc_act`), which no engine runs any more, or a zero point
-            lies beyond the codes.
+        UserError: the inputs are not in the order of their groups (`desc_act`), which engines no longer support, or a zero
+            point is out of range.
     """
     fmt = scheme.weights
     q = unpack_words(stored["qweight"].T, fmt.bits, shape[1])
     if "g_idx" in stored and not torch.equal(stored["g_idx"].to(torch.int32), _group_index(q.shape[1], fmt)):
-        raise UserError("the inputs of its groups are not in turn (desc_act), which no engine runs any more")
-    # v1 stores z - 1 modulo 2^b, so that a zero point of 0 wraps to the largest code: one beyond the codes tells it.
+        raise UserError(
+            "its inputs are not in the order of groups (desc_act), which engines no longer support; quantize again"
+        )
+    # v1 stores z - 1 modulo 2^b, so that a zero point of 0 wraps to the largest code and is read as 2^b.
     zero = unpack_words(stored["qzeros"], fmt.bits, shape[0]).int() + offset
     if zero.max() > fmt.qmax:
-        raise UserError("a zero point lies beyond the codes, which other formats do not hold; quantize the original")
+        raise UserError(
+            "a zero point is out of the codes' range, which other formats cannot hold; quantize the original"
+        )
     if fmt.symmetric and zero.any():
         raise UserError(
-            "the config calls the weights symmetric, and their zero points are not in the middle; mend the config"
+            "the config says symmetric weights, but their zero points are not in the middle; correct the config"
         )
     zero = zero.T.to(torch.int8).contiguous()
     return QTensor(q, stored["scales"].T.contiguous(), None if fmt.symmetric else zero, fmt), None
@@ -115,7 +119,7 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
     """The `quantization_config` block of config.json, and the same where GPTQModel looks for it.
 
     Args:
-        version: what `checkpoint_format` says.
+        version: value of `checkpoint_format`.
     """
     if not layers.schemes:
         return {}
@@ -124,7 +128,7 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
     for scheme in others:
         names = [layer for layer, of_layer in layers.quantized.items() if of_layer == scheme]
         dynamic[f"+:{_pattern(names)}"] = _numbers(scheme)
-    for kept in layers.kept:  # of a head that drafts tokens the pattern that published checkpoints have
+    for kept in layers.kept:  # draft heads get the pattern of published checkpoints
         dynamic[f"-:.*{kept.names[0]}.*" if kept.draft else f"-:{_pattern([kept.names], kept.whole)}"] = {}
     block = {
         "quant_method": "gptq",
@@ -138,7 +142,7 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
 
 
 def check(config: Mapping) -> None:
-    """Raise `UserError` for what the config's block says, or says of a layer, that is not read."""
+    """Raise `UserError` for unsupported settings of the config block or of a layer in it."""
     only: dict[str, Any] = {**INTEGERS, "is_marlin_format": (False,)}
     only |= dict.fromkeys(("format", "checkpoint_format"), ("gptq", "gptq_v2"))
     numbers = {"bits", "group_size", "sym", "desc_act"}
@@ -149,10 +153,10 @@ def check(config: Mapping) -> None:
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+    """The scheme of a linear layer `[out, in]`; None: not quantized. `names`: its names in memory, on disk, in vLLM.
 
     Raises:
-        UserError: the config's numbers are not GPTQ's.
+        UserError: the config's settings are not valid for GPTQ.
     """
     if "qweight" not in stored:
         return None
@@ -163,13 +167,13 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
                 numbers |= override
                 break
         except re.error as error:
-            raise UserError(f"dynamic has {pattern!r}, which is no regular expression ({error})") from error
+            raise UserError(f"dynamic has {pattern!r}, which is not a regular expression ({error})") from error
     if numbers.get("desc_act") and "g_idx" not in stored:
-        raise UserError("the config says desc_act, and there is no g_idx of the order of the inputs; download it again")
+        raise UserError("the config says desc_act, but g_idx, the order of inputs, is missing; download it again")
     bits, group, symmetric = (numbers.get(key) for key in ("bits", "group_size", "sym"))
     if bits not in (2, 4, 8) or type(group) is not int or not isinstance(symmetric, bool):
         raise UserError(
-            f"GPTQ files of 2, 4 or 8 bits are read, the config says bits {bits!r}, group_size {group!r}, sym {symmetric!r}"
+            f"only GPTQ files of 2, 4 or 8 bits are read; the config has bits {bits!r}, group_size {group!r}, sym {symmetric!r}"
         )
     return Scheme(Format("int", bits, group, symmetric))
 
@@ -180,7 +184,7 @@ def _numbers(scheme: Scheme) -> dict[str, Any]:
 
 
 def _pattern(modules: Iterable[Names], whole: bool = False) -> str:
-    """One pattern for modules by all their names, fused ones included; `whole`: with everything below them."""
+    """One pattern for modules by all their names, including fused ones; `whole`: also for everything below them."""
     forms: dict[str, None] = {}
     for name in (name for names in modules for name in names):
         parent, _, last = name.rpartition(".")

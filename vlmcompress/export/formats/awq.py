@@ -4,12 +4,12 @@ Stored per linear layer (`out` x `in`, g = number of scales per row), everything
 
 | tensor | type and shape | content |
 |---|---|---|
-| `qweight` | i32 [in, out/8] | codes from 0 to 15, eight neighbours along `out` in a word |
-| `qzeros` | i32 [g, out/8] | zero points from 0 to 15, packed alike; 8 where the weights are symmetric |
+| `qweight` | i32 [in, out/8] | codes from 0 to 15, eight neighbours along `out` per word |
+| `qzeros` | i32 [g, out/8] | zero points from 0 to 15, packed the same way; 8 for symmetric weights |
 | `scales` | f16 [g, out] | |
 
-Bits 4i to 4i + 3 of word c hold column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i], and `w = (q - z) * s`. One number of bits and one
-group size for the whole checkpoint. AutoAWQ itself ended in 2025; engines read its files on.
+Bits 4i to 4i + 3 of word c hold column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i], and `w = (q - z) * s`. Bits and group size are the
+same in the whole checkpoint. AutoAWQ was discontinued in 2025; engines still read its files.
 Sources: AutoAWQ `awq/modules/linear/gemm.py`, vLLM 0.32 `quantization/auto_awq.py`, SGLang, LMDeploy.
 """
 
@@ -39,7 +39,7 @@ _PAIRS = (
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    """The name of the storage format of a scheme. Raises `UserError` for an unsupported scheme."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int" or weights.bits != 4:
         raise UserError(
@@ -81,7 +81,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensors stored for one linear layer. Raises UserError for a scale that is no 16-bit float."""
+    """The tensors stored for one linear layer. Raises `UserError` for a scale that float16 cannot represent."""
     zero = torch.zeros(qt.scale.shape, dtype=torch.int8) if qt.zero_point is None else qt.zero_point
     return {
         "qweight": _packed(qt.q),
@@ -93,8 +93,8 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
 def configs(layers: Layers) -> dict[str, dict]:
     """The `quantization_config` block of config.json.
 
-    `modules_to_not_convert` has every name of every part that stays in 16 bits: vLLM, SGLang and transformers look for an
-    entry within a layer's name, LMDeploy's PyTorch engine for the layer's name within an entry.
+    `modules_to_not_convert` lists every part in 16 bits by all of its names: vLLM, SGLang and transformers search for an entry
+    in a layer's name, LMDeploy's PyTorch engine for the layer's name in an entry.
     """
     if not layers.schemes:
         return {}
@@ -112,7 +112,7 @@ def configs(layers: Layers) -> dict[str, dict]:
 
 
 def check(config: Mapping) -> None:
-    """Raise `UserError` for what the config's block says that is not read; `dynamic` may name layers that are not quantized."""
+    """Raise `UserError` for unsupported settings of the config block; `dynamic` may only exclude layers."""
     read = {"version", "format", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "sym"}
     only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
     dynamic = config.get("dynamic") or {}
@@ -121,10 +121,10 @@ def check(config: Mapping) -> None:
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]` of a checkpoint with this `quantization_config`; None: it is not quantized.
+    """The scheme of a linear layer `[out, in]` of a checkpoint with this `quantization_config`; None: not quantized.
 
     Raises:
-        UserError: the config is not one of AutoAWQ's, or not for these tensors.
+        UserError: the config is not AutoAWQ's, or does not match the tensors.
     """
     if "qweight" not in stored:
         return None
@@ -133,14 +133,14 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     group = config.get("group_size", config.get("q_group_size"))
     if version != "gemm" or bits != 4 or type(group) is not int:
         raise UserError(
-            f"of AutoAWQ's formats only 'gemm' with 4 bits is read, this is {version!r}, {bits!r} bits, group {group!r}"
+            f"of AutoAWQ's formats, only 'gemm' with 4 bits is read; this is {version!r}, {bits!r} bits, group {group!r}"
         )
     symmetric = bool(config.get("sym", False)) or config.get("zero_point") is False
     return Scheme(Format("int", 4, group, symmetric))
 
 
 def quantizes(config: Mapping, name: str) -> bool:
-    """Whether an engine reads the linear layer called `name` as quantized: no entry occurs in its name."""
+    """Whether an engine takes the linear layer `name` for quantized: no entry occurs in its name."""
     return not any(entry in name for entry in config.get("modules_to_not_convert") or ())
 
 
@@ -148,11 +148,11 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
     """The codes, scales and zero points of a layer from its tensors: the inverse of `tensors`.
 
     Raises:
-        UserError: symmetric weights have other zero points than 8.
+        UserError: symmetric weights have a zero point other than 8.
     """
     zero = _unpacked(stored["qzeros"])
     if scheme.weights.symmetric and zero.any():
-        raise UserError("the config calls the weights symmetric, and their zero points are not all 8; mend the config")
+        raise UserError("the config says symmetric weights, but not all zero points are 8; correct the config")
     codes, zero_point = _unpacked(stored["qweight"]), None if scheme.weights.symmetric else zero
     return QTensor(codes, stored["scales"].T.contiguous(), zero_point, scheme.weights), None
 

@@ -1,9 +1,9 @@
-"""Weights rounded as a scheme says and stored in 16 bits again: what any engine reads, and llama.cpp's converter; nothing
-gets smaller.
+"""Weights rounded by a scheme and dequantized to 16 bits, which any engine and llama.cpp's converter read; nothing gets
+smaller.
 
-Stored per linear layer: `weight` [out, in], the codes times their scales, rounded to BF16, or to F16 where scales are that:
-what an engine computes with that unpacks weights to 16 bits before it multiplies. Nothing says that activations be rounded,
-and nothing tells such a weight from another: the format is written and not read.
+Stored per linear layer: `weight` [out, in], the codes times their scales, rounded to BF16, or to F16 if the scales are F16.
+These are the values of engines that dequantize weights to 16 bits before the product. Activations are not rounded, and such
+weights cannot be recognized, so this format can only be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = True
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme: any can be stored so."""
+    """The name of the storage format; every scheme can be stored this way."""
     return "dense"
 
 
@@ -33,16 +33,16 @@ def problems(layers: Layers) -> list[str]:
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """The weight's type and shape. Raises ValueError where the group size does not divide."""
+    """The weight's type and shape. Raises ValueError if the group size does not divide the columns."""
     scheme.weights.n_groups(columns)
     return {"weight": Spec("F16" if dtype == "F16" else "BF16", (rows, columns))}
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Make the tensor that is stored for one linear layer."""
+    """The tensor stored for one linear layer."""
     return {"weight": qt.dequantize(torch.float16 if qt.scale.dtype == torch.float16 else torch.bfloat16)}
 
 
 def configs(layers: Layers) -> dict[str, dict]:
-    """No file says anything of the layers."""
+    """Empty: no file has settings of the layers."""
     return {}

@@ -1,4 +1,4 @@
-"""The compressed-tensors format: what every scheme can be written in.
+"""The compressed-tensors format, which can hold every scheme.
 
 Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 
@@ -46,8 +46,10 @@ _EXPONENTS = {
     "scale_dtype": "torch.uint8",
     "zp_dtype": "torch.uint8",
 }  # as in compressed-tensors' presets of microscaling
-_FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}  # without it transformers has scales of activations in float32
-_OFFLINE = ("weight_input", "weight_output")  # places of transforms that the stored weights have gone through already
+_FLOAT8_SCALES = {
+    "scale_dtype": "torch.float8_e4m3fn"
+}  # otherwise transformers computes scales of activations in float32
+_OFFLINE = ("weight_input", "weight_output")  # transforms that are already applied to the stored weights
 _ABOUT = (
     "quant_method",
     "version",
@@ -58,14 +60,14 @@ _ABOUT = (
     "provider",
 )
 _ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
-_OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # types of scales are seen by the tensors
-_ORDERS = {"actorder": ("weight", "static", False)}  # in which the inputs of a group are neighbours
-_KV_CACHE = {"num_bits": 8, "type": "float"}  # with one scale, found beforehand
+_OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # types of scales are known from the tensors
+_ORDERS = {"actorder": ("weight", "static", False)}  # orders in which the inputs of a group are contiguous
+_KV_CACHE = {"num_bits": 8, "type": "float"}  # with one static scale
 _OBSERVER = {"observer": "static_minmax"}  # as in compressed-tensors' preset
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme. Raises UserError for one that the format, or every engine, lacks."""
+    """The name of the storage format of a scheme. Raises `UserError` if the format or all engines do not support it."""
     weights, activations = scheme.weights, scheme.activations
     if weights.nvfp4:
         if activations is not None and not activations.nvfp4:
@@ -109,7 +111,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
         dtype: safetensors' name of the dtype of scales.
 
     Raises:
-        ValueError: the group size does not divide, or zero points do not fill whole words (engines cannot fuse those).
+        ValueError: the group size does not divide, or zero points do not fill whole words (engines could not fuse them).
     """
     kind, weights = storage(scheme), scheme.weights
     scale: tuple[int, ...] = (1,) if weights.group == 0 else (math.ceil(rows / weights.rows), weights.n_groups(columns))
@@ -147,7 +149,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
     """The tensors stored for one linear layer."""
     calibrated = scheme.activations is not None and scheme.activations.calibrated
     if calibrated != (input_scale is not None):
-        raise ValueError("an input scale belongs to static or NVFP4 activations, and to nothing else")
+        raise ValueError("only static or NVFP4 activations have an input scale")
     kind = storage(scheme)
     if kind == _MXFP4:
         return {"weight_packed": pack_fp4(qt.q), "weight_scale": qt.scale.contiguous()}
@@ -158,7 +160,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
         return stored | ({} if input_scale is None else {"input_global_scale": input_scale.reshape(1).float()})
     if kind != "pack-quantized":
         stored = {"weight": qt.q.contiguous(), "weight_scale": qt.scale.contiguous()}
-        if input_scale is not None:  # transformers computes with the type that it finds
+        if input_scale is not None:  # transformers computes in the stored type
             stored["input_scale"] = input_scale.reshape(1).to(qt.scale.dtype)
         return stored
     bits = scheme.weights.bits
@@ -177,17 +179,17 @@ def quantization_config(
 ) -> dict:
     """The `quantization_config` block of config.json.
 
-    Only fields that every release of the last year knows are written: vLLM 0.32 pins an older compressed-tensors than
+    Only fields that all releases of the last year support are written: vLLM 0.32 pins an older compressed-tensors than
     llm-compressor does.
 
     Args:
-        groups: schemes with their targets, e.g. `[(w4a16, ["Linear"]), (fp8, ["re:.*visual.*proj$"])]`. Patterns win
-            over class names in transformers and vLLM alike.
-        ignore: layers (or `re:` patterns) that stay as they are.
+        groups: schemes with their targets, e.g. `[(w4a16, ["Linear"]), (fp8, ["re:.*visual.*proj$"])]`. Patterns take
+            precedence over class names in both transformers and vLLM.
+        ignore: layers (or `re:` patterns) that are not quantized.
         kv_cache: whether the checkpoint has FP8 `k_scale` and `v_scale` per attention layer.
 
     Returns:
-        The block; empty when nothing is quantized, and config.json then needs none.
+        The block; empty if nothing is quantized, as config.json then needs none.
     """
     if not groups and not kv_cache:
         return {}
@@ -214,9 +216,7 @@ def quantization_config(
         "kv_cache_scheme": _args("float", 8, "tensor", dynamic=False) if kv_cache else None,
         "global_compression_ratio": None,
     }
-    QuantizationConfig.model_validate(
-        config
-    )  # the library's own pydantic model, which transformers and vLLM read it by
+    QuantizationConfig.model_validate(config)  # the library's pydantic model, with which transformers and vLLM read it
     return config
 
 
@@ -241,19 +241,19 @@ def _activation_args(scheme: Scheme) -> dict | None:
     fmt = scheme.activations
     if fmt is None:
         return None
-    if scheme.weights.rows > 1:  # kernels of blocks have a scale for as many inputs of a token as of a weight
+    if scheme.weights.rows > 1:  # block kernels use groups of the same size for activations and weights
         return _args(fmt.kind, fmt.bits, "group", dynamic=True, group=scheme.weights.group)
     if fmt.mx:
         return _args("float", fmt.bits, "group", dynamic=True, group=MXFP4.group) | _EXPONENTS
-    if fmt.nvfp4:  # `local`: of each block, relative to the fixed global scale
+    if fmt.nvfp4:  # `local`: per block, relative to the static global scale
         return _args("float", 4, "tensor_group", dynamic="local", group=NVFP4.group) | _FLOAT8_SCALES | _OBSERVER
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
 
 
 def check(config: Mapping) -> None:
-    """Raise `UserError` for what the config's block says that is not read: rotations at run time, rounded outputs, ...
+    """Raise `UserError` for unsupported settings of the config block: rotations at run time, rounded outputs, ...
 
-    What a config group says of weights and activations has to be what we would write for its scheme.
+    The arguments of a config group must equal those that we would write for its scheme.
     """
     places = [
         args.get("location")
@@ -279,7 +279,7 @@ def check(config: Mapping) -> None:
 
 
 def _meaning(args: Mapping) -> dict[str, Any]:
-    """What a config's arguments say of numbers, with compressed-tensors' defaults."""
+    """The number format in a config's arguments, with compressed-tensors' defaults."""
     group, defaults = args.get("group_size"), {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     strategy = args.get("strategy") or ("tensor" if group is None else "channel" if group == -1 else "group")
     return {key: args.get(key, value) for key, value in defaults.items()} | {
@@ -290,7 +290,7 @@ def _meaning(args: Mapping) -> dict[str, Any]:
 
 
 def scheme_of(group: Mapping) -> Scheme:
-    """Read the scheme of a config group, ours or another tool's."""
+    """The scheme of a config group, ours or another tool's. Raises `UserError` for an unsupported one."""
     weights, activations = _meaning(group["weights"]), group.get("input_activations")
     rows, columns = weights["block_structure"] or (1, weights["group_size"])
     group_size = {"channel": -1, "tensor": 0}.get(weights["strategy"], columns)
@@ -303,10 +303,10 @@ def scheme_of(group: Mapping) -> Scheme:
 
 
 def group_of(config: Mapping, name: str) -> str | None:
-    """The config group that a linear layer called `name` falls into, or None when it stays as it is.
+    """The config group of the linear layer `name`; None: not quantized.
 
-    The rule that transformers and vLLM share: ignored names first, then names, then patterns, then the class `Linear`, which
-    the token embedding is not.
+    This is the rule of transformers and vLLM: ignored names first, then names, then patterns, then the class `Linear`, to which
+    the token embedding does not belong.
     """
     kind = "Embedding" if name.endswith(EMBEDDING) else "Linear"
     if any(_matches(name, entry) or entry == kind for entry in config.get("ignore") or ()):
@@ -328,12 +328,12 @@ def configs(layers: Layers) -> dict[str, dict]:
 
 
 def ignore_entries(modules: Iterable[Kept]) -> list[str]:
-    """Entries of `ignore` that stand for what stays as it is, right under all namings.
+    """Entries of `ignore` for unquantized modules, valid for the names of all readers.
 
-    transformers compares them with memory names, vLLM with its own (it maps plain entries from names on disk, but leaves
-    regular expressions alone), other readers with tensor names. So a single layer stands there by each of its names, a part
-    of the model as one regular expression over them. Of a head that drafts tokens both forms are written that are in use:
-    SGLang looks for the first one literally.
+    transformers compares them with memory names, vLLM with its own names (it maps plain entries from names on disk, but not
+    regular expressions), other readers with tensor names. So a single layer is listed by each of its names, a part of the
+    model as one regular expression over them. A draft head is listed in both common forms: SGLang searches for the first one
+    literally.
     """
     entries: list[str] = []
     for kept in modules:
@@ -347,14 +347,14 @@ def ignore_entries(modules: Iterable[Kept]) -> list[str]:
 
 
 def draft_entries(prefix: str) -> list[str]:
-    """Entries of `ignore` that stand for a head that drafts tokens, whose modules' names begin with `prefix` in vLLM."""
+    """Entries of `ignore` for a draft head whose modules' names begin with `prefix` in vLLM."""
     return [f"re:^{prefix}.*", f"re:.*{prefix}.*"]
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+    """The scheme of a linear layer `[out, in]`; None: not quantized. `names`: its names in memory, on disk, in vLLM.
 
-    Other tools' entries may name a layer in one of these ways only.
+    Other tools' entries may use only one of these names.
     """
     keys = [group_of(config, name) for name in names]
     if "weight_scale" not in stored and None in keys:
@@ -364,13 +364,13 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
 
 
 def quantizes(config: Mapping, name: str) -> bool:
-    """Whether an engine reads the linear layer called `name` as quantized."""
+    """Whether an engine takes the linear layer `name` for quantized."""
     return group_of(config, name) is not None
 
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
-    """The codes, scales and zero points of a layer from its tensors, and the scale of its inputs where that is fixed: the
-    inverse of `tensors`."""
+    """The codes, scales and zero points of a layer from its tensors, and its static input scale or None: the inverse of
+    `tensors`."""
     kind = storage(scheme)
     if kind == _NVFP4:
         scales = stored["weight_scale"], None, scheme.weights, stored["weight_global_scale"]

@@ -1,15 +1,15 @@
 """FP8 files as DeepSeek, Qwen and transformers write them (`quant_method: fp8`): blocks of 128 x 128, rows or whole matrices.
-They are read, to become another format, and not written.
+They can only be read, to convert them to another format.
 
 Stored per linear layer (`out` x `in`): `weight` e4m3 [out, in] and one of
 
 | scales | tensor |
 |---|---|
-| of blocks of r x c | `weight_scale` f32 [out/r, in/c], both rounded up |
-| of rows | `weight_scale` [out, 1] |
-| of the matrix | `weight_scale` [], and with fixed activation scales `input_scale` [], as Ministral 3 is published |
+| per block of r x c | `weight_scale` f32 [out/r, in/c], both rounded up |
+| per row | `weight_scale` [out, 1] |
+| per matrix | `weight_scale` [], with static activation scales `input_scale` [], as in the published Ministral 3 |
 
-Scales multiply, also where they are called `weight_scale_inv` and `activation_scale`, as transformers has them (`OTHER_NAMES`).
+Scales are factors, also under transformers' names `weight_scale_inv` and `activation_scale` (`OTHER_NAMES`).
 Sources: vLLM 0.32 `quantization/fp8.py` and `models/families/mistral3.py`, transformers 5.17 `integrations/finegrained_fp8.py`.
 """
 
@@ -32,7 +32,7 @@ OTHER_NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_sc
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Local names, types and shapes of the tensors that a layer has; `dtype`: that of scales."""
+    """Local names, types and shapes of a layer's tensors; `dtype`: that of scales."""
     weights = scheme.weights
     scale: tuple[int, ...] = (rows, 1) if weights.group < 0 else ()
     if weights.rows > 1:
@@ -43,7 +43,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 
 
 def check(config: Mapping) -> None:
-    """Raise `UserError` for what the config's block says that is not read."""
+    """Raise `UserError` for unsupported settings of the config block."""
     only = {
         "activation_scheme": ("dynamic", "static"),
         "fmt": ("e4m3", "float8_e4m3fn"),
@@ -56,10 +56,10 @@ def check(config: Mapping) -> None:
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+    """The scheme of a linear layer `[out, in]`; None: not quantized. `names`: its names in memory, on disk, in vLLM.
 
     Raises:
-        UserError: the config's block is none, or activation scales are fixed where they can't be.
+        UserError: the config block is invalid, or has static activation scales where they are not supported.
     """
     if "weight_scale" not in stored:
         return None
@@ -67,25 +67,23 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
     activations = ActFormat("float", 8, dynamic)
     if block is not None:
         if not (isinstance(block, list) and [type(side) for side in block] == [int, int] and dynamic):
-            raise UserError(
-                f"FP8 blocks are read with dynamic activations and two sides, weight_block_size is {block!r}"
-            )
+            raise UserError(f"FP8 blocks need two sides and dynamic activations; weight_block_size is {block!r}")
         return Scheme(Format("float", 8, block[1], rows=block[0]), activations)
     scales = math.prod(stored["weight_scale"].shape)
     if scales not in (1, shape[0]):
         raise UserError(
-            f"there are {scales} scales for {shape[0]} rows, and the config has no weight_block_size; mend it"
+            f"there are {scales} scales for {shape[0]} rows, but the config has no weight_block_size; add it"
         )
     return Scheme(Format("float", 8, -1 if scales == shape[0] > 1 else 0), activations)
 
 
 def quantizes(config: Mapping, name: str) -> bool:
-    """Whether an engine reads the linear layer called `name` as quantized: it is not in the list of exceptions."""
+    """Whether an engine takes the linear layer `name` for quantized: it is not in the list of exceptions."""
     return name not in (config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
 
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
-    """The codes and scales of a layer, and the scale of its inputs where that is fixed."""
+    """The codes and scales of a layer, and its static input scale or None."""
     weights, scale, input_scale = scheme.weights, stored["weight_scale"], stored.get("input_scale")
     if weights.rows == 1:
         scale = scale.reshape(-1, 1) if weights.group < 0 else scale.reshape(1)

@@ -6,11 +6,11 @@
 | asymmetric 4 bits | Q4_1 | the same; the minimum is rounded to float16, at most 0.7% of a step |
 | symmetric 8 bits | Q8_0 | the same codes and scales, bit for bit |
 | NVFP4 without rounded inputs | NVFP4 | the same codes and scales, bit for bit |
-| left as they are | BF16, F16, F32 | the source's type; norms and biases F32 |
-| tower and projector | F16 | rounded to it; F32 of a float32 source; norms, biases and positions F32 |
+| not quantized | BF16, F16, F32 | the source's type; norms and biases F32 |
+| tower and projector | F16 | rounded; F32 for a float32 source; norms, biases and positions F32 |
 
-Scales are float16, so quantizers solve for such ones (`SCALES`). Names and metadata are data (`vlmcompress.export.gguf`), the
-files are written by the package `gguf`. Next to them stand the source's configuration, tokenizer and processor.
+Scales are float16, and quantizers solve for such scales (`SCALES`). Names and metadata are data (`vlmcompress.export.gguf`);
+the package `gguf` writes the files. The source's configuration, tokenizer and processor are copied next to them.
 Source: llama.cpp's converter, `conversion/base.py`, and `gguf` 0.19.
 """
 
@@ -44,13 +44,15 @@ TITLE = "llama.cpp"
 GROUP_SIZE = 32  # larger groups repeat their scale and save nothing
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "NVFP4": 39}
-"""llama.cpp's number of what most of a file's weights are."""
+"""llama.cpp's code for the type of most weights in a file (`general.file_type`)."""
 
 
 def storage(scheme: Scheme) -> str:
-    """The ggml type of a scheme's weights. Raises UserError where the format cannot hold it."""
+    """The ggml type of a scheme's weights. Raises `UserError` for an unsupported scheme."""
     if scheme.activations is not None:
-        raise UserError("GGUF says nothing of activations, llama.cpp rounds them as it likes; use a weight-only scheme")
+        raise UserError(
+            "GGUF has no settings of activations, llama.cpp chooses their rounding; use a weight-only scheme"
+        )
     return block_type(scheme.weights)
 
 
@@ -60,7 +62,7 @@ def problems(layers: Layers) -> list[str]:
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """The bytes of a layer's rows. Raises ValueError where they are no whole blocks."""
+    """Type and shape of a layer's bytes. Raises ValueError if its rows are not whole blocks."""
     storage(scheme)
     return {"weight": Spec("U8", (rows, row_bytes(scheme.weights, columns)))}
 
@@ -72,7 +74,7 @@ def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> d
 
 
 def configs(layers: Layers) -> dict[str, dict]:
-    """The block of config.json, which says that the weights are elsewhere, and the numbers of most layers."""
+    """The block of config.json, which marks the weights as stored elsewhere and has the number format of most layers."""
     block: dict[str, Any] = {"quant_method": FORMAT, "files": [MODEL, MMPROJ]}
     if layers.schemes:
         weights = layers.schemes[0].weights
@@ -82,16 +84,16 @@ def configs(layers: Layers) -> dict[str, dict]:
 
 
 def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
-    """Reasons why a model cannot be written: llama.cpp lacks its family or runs it otherwise, or the tokenizer is another one.
+    """Reasons why a model cannot be written: llama.cpp has no such family or computes it differently, or the tokenizer differs.
 
     Args:
-        folder: the source's, for its tokenizer.
+        folder: the source's folder, for its tokenizer.
         config: transformers' configuration with all defaults.
     """
     if find_spec("gguf") is None:
         return ["the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
-        return [f"GGUF is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
+        return [f"GGUF does not support the family {family}, only {', '.join(REGISTRY.names())}; write another format"]
     reasons = REGISTRY.get(family).FAMILY.check(ModelFacts(config, {}))
     try:
         metadata(folder, config["text_config"]["vocab_size"], config)
@@ -101,18 +103,18 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
 
 
 def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
-    """Why llama.cpp runs no reducer."""
+    """The message that llama.cpp runs no reducer."""
     return (
-        f"llama.cpp has no place for a method that selects or merges visual tokens, such as {reducer['method']}; "
-        "make images smaller by --resize, or write compressed-tensors"
+        f"llama.cpp does not support methods that select or merge visual tokens, such as {reducer['method']}; "
+        "make images smaller with --reduce resize:SHARE, or write compressed-tensors"
     )
 
 
 def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
-    """llama.cpp's tokens of each text, by the file in a folder, or by what would be written; None: it is not installed.
+    """llama.cpp's tokens of each text, from the file in a folder or as it would be written; None: it is not installed.
 
     Raises:
-        UserError: llama.cpp does not take the tokenizer, or none can be written of it.
+        UserError: llama.cpp refuses the tokenizer, or it cannot be written.
     """
     if find_spec("gguf") is None:
         return None
@@ -127,15 +129,15 @@ def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> 
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
-    """Write the two files into the folder `tree`, which has the source's other files already; return bytes of tensors.
+    """Write the two files to the folder `tree`, which already has the source's other files; return bytes of tensors.
 
     Args:
         family: name of the model's family.
         parts: tensors by memory name, configuration and image settings.
-        progress: called with bytes written and bytes in all.
+        progress: called with (bytes written, total bytes).
 
     Raises:
-        UserError: llama.cpp has no such family or runs it otherwise, it has no place for a tensor, or `gguf` is missing.
+        UserError: llama.cpp has no such family, computes it differently or has no name for a tensor, or `gguf` is missing.
     """
     if reasons := source_problems(tree, family, parts.config):
         raise UserError(reasons[0])
@@ -171,7 +173,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
 
 
 def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[TensorPlan]) -> Iterator[int]:
-    """Write a file tensor by tensor and yield the bytes of each."""
+    """Write a file tensor by tensor, yielding the number of bytes of each."""
     import gguf
     import numpy as np
 
@@ -179,7 +181,7 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
     for key, value in keys.items():
         _add(writer, key, value)
     for plan in plans:
-        # With `raw_dtype` the writer takes our bytes as they are, and reckons offsets by `nbytes`: nothing is in memory yet.
+        # With `raw_dtype` the writer takes raw bytes, and computes offsets from `nbytes` before any tensor is in memory.
         kind = gguf.GGMLQuantizationType[plan.kind]
         writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), plan.nbytes, raw_dtype=kind)
     writer.write_header_to_file()
@@ -207,7 +209,7 @@ def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: l
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add one metadata entry under the type that llama.cpp reads: unsigned for ints, float32 for floats; none for None."""
+    """Add a metadata entry with the type that llama.cpp reads: unsigned for ints, float32 for floats; None is left out."""
     if value is None:
         return
     if isinstance(value, bool):

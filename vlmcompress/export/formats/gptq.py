@@ -1,7 +1,7 @@
 """AutoGPTQ's format (v1): symmetric weights of 4 or 8 bits.
 
-Tensors and config are described in `_gptq`. Zero points are stored less one, so that 0 cannot be told from 16: readers
-disagree about what that means, and only symmetric weights are written, whose zero point is always 8 or 128.
+Tensors and config are described in `_gptq`. Zero points are stored minus 1, so that 0 and 16 have the same code, which readers
+interpret differently. So only symmetric weights are written, whose zero point is always 8 or 128.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ configs = partial(_gptq.configs, version="gptq")
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    """The name of the storage format of a scheme. Raises `UserError` for an unsupported scheme."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int" or weights.bits not in (4, 8) or weights.group == 0:
         raise UserError(

@@ -1,6 +1,6 @@
-"""GPTQModel's format (v2): GPTQ's with zero points as they are, symmetric or not, of 2, 4 or 8 bits.
+"""GPTQModel's format (v2): GPTQ's with exact zero points, symmetric or asymmetric, of 2, 4 or 8 bits.
 
-Tensors and config are described in `_gptq`. Who reads what of it is in `vlmcompress.export.readers`.
+Tensors and config are described in `_gptq`; `vlmcompress.export.readers` lists what engines read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ configs = partial(_gptq.configs, version="gptq_v2")
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme. Raises UserError where the format cannot hold it."""
+    """The name of the storage format of a scheme. Raises `UserError` for an unsupported scheme."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int" or weights.bits not in (2, 4, 8) or weights.group == 0:
         raise UserError(

@@ -41,13 +41,13 @@ _ALGORITHMS = {
     "W4A16_NVFP4": Scheme(NVFP4),
 }
 _NAMES = {scheme: name for name, scheme in _ALGORITHMS.items()}
-# Readers know the format by this name and the release of its layout; who wrote the checkpoint is in its manifest.
+# Readers recognize the format by this name and version; the manifest has the tool that wrote the checkpoint.
 _PRODUCER = {"name": "modelopt", "version": "0.46.0"}
-_LEFT_BY_VLLM = ("vision_tower", "vision_model")  # vLLM leaves what has these in its name, whatever the config says
+_LEFT_BY_VLLM = ("vision_tower", "vision_model")  # vLLM never quantizes modules with these names
 
 
 def storage(scheme: Scheme) -> str:
-    """The name of ModelOpt's algorithm for a scheme. Raises UserError where it has none."""
+    """The name of ModelOpt's algorithm for a scheme. Raises `UserError` if there is none."""
     if scheme not in _NAMES:
         raise UserError(
             "ModelOpt files hold FP8 with a scale per row (scheme fp8) or fixed scales per matrix (scheme fp8-static), and "
@@ -104,7 +104,7 @@ def configs(layers: Layers) -> dict[str, dict]:
     """The `quantization_config` block of config.json, and hf_quant_config.json, which TensorRT-LLM reads."""
     if not layers.schemes:
         return {}
-    # A layer by its name, a part of the model with all below it by a wildcard.
+    # A layer is listed by name, a part of the model by a wildcard for everything below it.
     ignored = list(dict.fromkeys(f"{name}*" if kept.whole else name for kept in layers.kept for name in kept.names))
     kv_scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if layers.kv_cache else {}
 
@@ -127,9 +127,9 @@ def configs(layers: Layers) -> dict[str, dict]:
 
 
 def check(config: Mapping) -> None:
-    """Raise `UserError` for what the config's block says, or says of a layer, that is not read.
+    """Raise `UserError` for unsupported settings of the config block or of a layer in it.
 
-    `config_groups` say in other words what `quant_algo` says (ModelOpt's `convert_hf_quant_config_format`).
+    `config_groups` repeat the meaning of `quant_algo` (ModelOpt's `convert_hf_quant_config_format`).
     """
     kv = [{"num_bits": 8, "type": "float", "dynamic": False}, "FP8"]
     layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
@@ -143,10 +143,10 @@ def check(config: Mapping) -> None:
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
-    """The scheme of a linear layer `[out, in]`; None: it is not quantized. `names`: those in memory, on disk, in vLLM.
+    """The scheme of a linear layer `[out, in]`; None: not quantized. `names`: its names in memory, on disk, in vLLM.
 
     Raises:
-        UserError: the algorithm is none of those that are read.
+        UserError: an unsupported algorithm.
     """
     if "weight_scale" not in stored:
         return None
@@ -156,13 +156,13 @@ def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: 
         by_layer = quantization.get("quantized_layers") or {}
         algorithm = next((str(by_layer[name].get("quant_algo")).upper() for name in names if name in by_layer), "none")
     if algorithm not in _ALGORITHMS:
-        raise UserError(f"of ModelOpt's algorithms {', '.join(_ALGORITHMS)} are read, this is {algorithm}")
+        raise UserError(f"of ModelOpt's algorithms, only {', '.join(_ALGORITHMS)} are read; this is {algorithm}")
     return _ALGORITHMS[algorithm]
 
 
 def quantizes(config: Mapping, name: str) -> bool:
-    """Whether an engine reads the linear layer called `name` as quantized: vLLM's rules for `ignore`, and for several
-    algorithms those for `quantized_layers`."""
+    """Whether an engine takes the linear layer `name` for quantized, by vLLM's rules for `ignore` and, for mixed precision,
+    for `quantized_layers`."""
     entries = config.get("ignore") or ()
     if any(part in name for part in _LEFT_BY_VLLM) or any(fnmatch.fnmatch(name, entry) for entry in entries):
         return False
@@ -172,7 +172,7 @@ def quantizes(config: Mapping, name: str) -> bool:
 
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, Tensor | None]:
-    """The codes and scales of a layer, and the scale of its inputs where that is fixed: the inverse of `tensors`."""
+    """The codes and scales of a layer, and its static input scale or None: the inverse of `tensors`."""
     if scheme.weights.nvfp4:
         input_scale = stored.get("input_scale")
         codes, divisor = unpack_fp4(stored["weight"]), _reciprocal(stored["weight_scale_2"].reshape(1))
@@ -184,7 +184,7 @@ def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -
 
 
 def _reciprocal(x: Tensor) -> Tensor:
-    """A float32 number `[1]` whose reciprocal is x: of the neighbours of `1 / x` the first for which that holds exactly."""
+    """A float32 number `[1]` whose reciprocal is exactly x: the first such number among the neighbours of `1 / x`."""
     near = 1 / x.float()
     up, down = torch.full_like(near, torch.inf), torch.zeros_like(near)
     for candidate in (near, torch.nextafter(near, up), torch.nextafter(near, down)):

@@ -4,12 +4,12 @@
 |---|---|---|
 | symmetric 4 or 8 bits | i4, i8 | code * scale |
 | asymmetric 4 or 8 bits | u4, u8 | (code - zero point) * scale |
-| left as they are | bf16, f16, f32 | the source's type |
+| not quantized | bf16, f16, f32 | the source's type |
 
-Codes and zero points are ours, scales are float16, so quantizers solve for such ones (`SCALES`). OpenVINO rounds activations to
-8 bits where the processor has instructions for that, unless DYNAMIC_QUANTIZATION_GROUP_SIZE is 0.
-The graphs are traced from transformers (`export.openvino`). Next to them stand the source's configuration, tokenizer and
-processor. `preprocessor_config.json` is written even where the source has its settings elsewhere.
+Codes and zero points are kept; scales are float16, and quantizers solve for such scales (`SCALES`). OpenVINO rounds activations
+to 8 bits on processors with instructions for that, unless DYNAMIC_QUANTIZATION_GROUP_SIZE is 0.
+The graphs are traced from transformers (`export.openvino`). The source's configuration, tokenizer and processor are copied next
+to them; `preprocessor_config.json` is written even if the source has its settings in another file.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
 def storage(scheme: Scheme) -> str:
-    """OpenVINO's type of a scheme's weights. Raises UserError where it has none."""
+    """OpenVINO's type of a scheme's weights. Raises `UserError` if there is none."""
     weights = scheme.weights
     if scheme.activations is not None:
         raise UserError(
-            "OpenVINO's files say nothing of activations, it rounds them as it likes; use a weight-only scheme"
+            "OpenVINO's files have no settings of activations, it chooses their rounding; use a weight-only scheme"
         )
     if weights.kind != "int" or weights.bits not in (4, 8):
         raise UserError(
-            "OpenVINO is written with integer weights of 4 or 8 bits; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
+            "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
         )
     return f"{'i' if weights.symmetric else 'u'}{weights.bits}"
 
@@ -63,7 +63,7 @@ def problems(layers: Layers) -> list[str]:
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """The bytes of a layer's codes, scales and zero points. Raises ValueError where the group size does not divide."""
+    """Types and shapes of a layer's codes, scales and zero points. Raises ValueError if the group size does not divide."""
     storage(scheme)
     fmt = scheme.weights
     scales = 1 if fmt.group == 0 else rows * fmt.n_groups(columns)
@@ -72,7 +72,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
 
 
 def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """The bytes of one linear layer's codes and zero points, two of 4 bits in each, the first in its lower half; and scales."""
+    """One layer's codes and zero points as bytes (4-bit codes in pairs, the first in the lower half), and its scales."""
     storage(scheme)
     fmt = qt.format
     packed = {"weight": pack_bits(qt.q, fmt.bits, signed=fmt.symmetric)}
@@ -87,7 +87,7 @@ def _bytes(count: int, bits: int) -> Spec:
 
 
 def configs(layers: Layers) -> dict[str, dict]:
-    """The block of config.json, which says that the weights are elsewhere, and the numbers of most layers."""
+    """The block of config.json, which marks the weights as stored elsewhere and has the number format of most layers."""
     block: dict[str, Any] = {"quant_method": FORMAT}
     if layers.schemes:
         weights = layers.schemes[0].weights
@@ -100,15 +100,17 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     """Reasons why a model cannot be written: a package is missing, or OpenVINO GenAI lacks its family or a part of it.
 
     Args:
-        folder: the source's.
+        folder: the source's folder.
         config: transformers' configuration with all defaults.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         return [f"the package {missing[0]} is not installed; pip install '.[openvino]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
-        return [f"OpenVINO is not written for the family {family}, only for {', '.join(REGISTRY.names())}"]
+        return [
+            f"OpenVINO does not support the family {family}, only {', '.join(REGISTRY.names())}; write another format"
+        ]
     openvino_family = _family(family)
-    # What the files say of the image processor, without transformers' defaults.
+    # The image processor's settings in the files, without transformers' defaults.
     images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
     return openvino_family.check(config) + [
         f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
@@ -118,7 +120,7 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
 
 
 def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
-    """Why OpenVINO GenAI does not run a reducer; None where it does."""
+    """The reason why OpenVINO GenAI does not run a reducer; None if it does."""
     try:
         pruning(reducer, family)
     except UserError as error:
@@ -127,19 +129,18 @@ def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
 
 
 def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
-    """OpenVINO's tokens of each text, by the tokenizer that was written into a folder, or that would be; None: it is not
-    installed."""
+    """OpenVINO's tokens of each text, from the tokenizer in a folder or as it would be written; None: it is not installed."""
     installed = all(find_spec(package) for package in PACKAGES)
     return _token_ids(folder, texts) if installed else None
 
 
 def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
-    """Write the graphs into the folder `tree`, which has the source's other files already; return bytes of weights.
+    """Write the graphs to the folder `tree`, which already has the source's other files; return bytes of weights.
 
     Args:
         family: name of the model's family.
         parts: tensors by memory name, configuration and image settings.
-        progress: called with bytes of weights that were packed and bytes in all.
+        progress: called with (bytes of packed weights, total bytes).
 
     Raises:
         UserError: a package is missing, OpenVINO GenAI has no such family, or the format cannot hold a layer.
@@ -148,14 +149,14 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
         raise UserError(reasons[0])
     openvino_family, source = _family(family), _Parameters(parts, progress)
     write_openvino(tree, family, source)
-    # with transformers' defaults, which the pipeline does not know
+    # with transformers' defaults, which the pipeline does not have
     towers = {part: parts.config[part] for part in ("text_config", "vision_config")}
     _change_json(tree / "config.json", {**towers, **openvino_family.settings(source.read)})
     left = [
         name for name in source.sizes if name not in source.used and not name.startswith(openvino_family.unused or "\0")
     ]
     if left:
-        raise UserError(f"OpenVINO has no place for the tensor {left[0]} in this family; it cannot be written")
+        raise UserError(f"OpenVINO has no name for the tensor {left[0]} in this family; write another format")
     images = openvino_family.images(parts.image)
     _change_json(tree / "preprocessor_config.json", images)
     if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
@@ -166,7 +167,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
 
 
 class _Parameters:
-    """The tensors of a checkpoint, a `Source`. `sizes`: bytes by memory name; `used`: names of those that were read."""
+    """The tensors of a checkpoint as a `ParameterSource`. `sizes`: memory name -> bytes; `used`: names that were read."""
 
     def __init__(self, parts: Parts, progress: Callable[[int, int], None] | None):
         self.parts, self.progress = parts, progress
@@ -177,11 +178,11 @@ class _Parameters:
             self.sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in stored)
 
     def read(self, name: str) -> Tensor:
-        """A parameter that is not quantized."""
+        """The values of an unquantized parameter."""
         return self.parts.read(self._stored(name))
 
     def packed(self, name: str) -> Packed | None:
-        """A quantized parameter; None: it is not."""
+        """A quantized parameter; None if it is not quantized."""
         layer = name.removesuffix(".weight")
         if layer not in self.parts.quantized:
             return None
@@ -193,8 +194,8 @@ class _Parameters:
             raise UserError(f"{layer}: {error}") from error
 
     def _stored(self, name: str) -> str:
-        """The name under which a parameter is stored, which is used from now on."""
-        stored = EMBEDDINGS if name == HEAD and name not in self.sizes else name  # which it is tied to
+        """The name under which a parameter is stored; marks it as used."""
+        stored = EMBEDDINGS if name == HEAD and name not in self.sizes else name  # tied weights
         self.used.add(stored)
         if self.progress:
             self.progress(sum(self.sizes[name] for name in self.used), sum(self.sizes.values()))
@@ -202,7 +203,7 @@ class _Parameters:
 
 
 def _change_json(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write entries into a JSON file, which need not be there."""
+    """Set entries in a JSON file, which is created if missing."""
     content = {**_read_json(path), **entries}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

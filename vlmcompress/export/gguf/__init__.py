@@ -1,7 +1,7 @@
-"""Families of models as llama.cpp has them, one file each, as data: names of tensors and metadata of a GGUF file.
+"""GGUF files: tensor names and metadata of model families as data, one file per family, and the code that applies them.
 
 Sources: llama.cpp's converter (`conversion/*.py`), its loader of towers (`tools/mtmd/clip.cpp`) and the package `gguf`. A file
-is called like the family in `vlmcompress.models`, and its `FAMILY` is a `GgufFamily`.
+is named like the family in `vlmcompress.models`, and its `FAMILY` is a `GgufFamily`.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 | Q8_0, 32 weights | scale d (float16), 32 bytes | d * q, q from -128 to 127 |
 | NVFP4, 64 weights | 4 scales d (float8), 4 times 8 bytes | d * q, q a 4-bit float, times a number of the matrix |
 
-Of 4-bit codes, byte i has that of weight i in its lower half and that of weight i + 16 in its upper one (in NVFP4 i + 8, by 16
-weights). Our symmetric codes are q - 8 and q themselves, so Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their
-scale. Of Q4_1 codes and scales are the same, too; the minimum, scale times zero point, has up to 15 bits and is rounded to the
+Byte i of 4-bit codes holds the code of weight i in its lower half and that of weight i + 16 in its upper half (for NVFP4: i + 8
+of 16 weights). Our symmetric codes are q - 8 and q, so that Q4_0 and Q8_0 hold them bit for bit; larger groups repeat their
+scale. Codes and scales of Q4_1 are exact as well; the minimum, scale times zero point, has up to 15 bits and is rounded to the
 11 of a float16: at most 15 / 2048 = 0.7% of a step. NVFP4's number of the matrix is the reciprocal of our global scale, in a
 tensor of its own.
 Source: llama.cpp, `ggml/src/ggml-common.h` and `ggml-quants.c`.
@@ -28,7 +28,7 @@ from vlmcompress.utils.errors import UserError
 
 BLOCK, FP4_BLOCK = 32, 64
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "NVFP4": 36}
-"""Bytes of a block."""
+"""ggml type -> bytes of a block."""
 
 
 def block_size(kind: str) -> int:
@@ -36,11 +36,11 @@ def block_size(kind: str) -> int:
     return FP4_BLOCK if kind == "NVFP4" else BLOCK
 
 
-MOST = 0.01  # of a step, that a minimum may be off: more only where scales are nearly too small for a float16
+MOST = 0.01  # largest error of a minimum, in steps; only scales near float16's smallest values exceed it
 
 
 def block_type(fmt: Format) -> str:
-    """The ggml type that holds weights of a format. Raises UserError where none does."""
+    """The ggml type for weights of a format. Raises `UserError` if there is none."""
     if fmt.nvfp4:
         return "NVFP4"
     if fmt.kind != "int" or fmt.bits not in (4, 8) or (fmt.bits == 8 and not fmt.symmetric):
@@ -54,12 +54,12 @@ def block_type(fmt: Format) -> str:
 
 
 def row_bytes(fmt: Format, columns: int) -> int:
-    """Bytes of a row of `columns` weights. Raises ValueError where it does not consist of whole blocks."""
+    """Bytes of a row of `columns` weights. Raises ValueError if it does not consist of whole blocks."""
     kind = block_type(fmt)
     fmt.n_groups(columns)
     if columns % block_size(kind):
         raise ValueError(
-            f"{columns} inputs are no whole blocks of {block_size(kind)}, which GGUF needs; leave the layer out by --skip"
+            f"{columns} inputs are not whole blocks of {block_size(kind)}, which GGUF needs; add the layer to the recipe's skip"
         )
     return columns // block_size(kind) * BYTES[kind]
 
@@ -68,7 +68,7 @@ def pack(qt: QTensor) -> Tensor:
     """The bytes of a matrix, uint8 `[out, row_bytes]`.
 
     Raises:
-        UserError: a scale is no float16, or a minimum far from one.
+        UserError: float16 cannot represent a scale, or represents a minimum too coarsely.
     """
     kind, (rows, columns) = block_type(qt.format), qt.q.shape
     if kind == "NVFP4":
@@ -117,17 +117,17 @@ def matrix_scale(qt: QTensor) -> Tensor:
 
 
 def in_order(packed: Tensor, columns: Sequence[int] | None, kind: str) -> Tensor:
-    """Bytes `[rows, row_bytes]` with their weights in another order of columns, which has to move whole blocks.
+    """Reorder the columns of packed bytes `[rows, row_bytes]`; None keeps the order.
 
     Raises:
-        UserError: it tears blocks.
+        UserError: the new order would split blocks.
     """
     if columns is None:
         return packed
     size = block_size(kind)
     order = torch.tensor(columns).view(-1, size)
     if not torch.equal(order, order[:, :1] // size * size + torch.arange(size)):
-        raise UserError(f"llama.cpp's order of its columns tears blocks of {size}; leave the layer out by --skip")
+        raise UserError(f"llama.cpp's order of columns splits blocks of {size}; add the layer to the recipe's skip")
     return packed.view(len(packed), -1, BYTES[kind])[:, order[:, 0] // size].reshape(packed.shape)
 
 

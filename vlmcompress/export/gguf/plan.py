@@ -1,4 +1,4 @@
-"""What a GGUF file's tensors are made of: a family's rules applied to a checkpoint's parameters."""
+"""The tensors of a GGUF file: a family's rules applied to a checkpoint's parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import DTYPES, Entry
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a number that is not quantized."""
+"""Bytes per value of unquantized types."""
 ALWAYS_F32 = ("position_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
-"""Parts of the names of tensors that ggml computes with in float32 alone."""
+"""Name parts of tensors that ggml only supports in float32."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TensorPlan:
 
     Attributes:
         name: in the GGUF file.
-        sources: the parameters that it is made of.
+        sources: memory names of its parameters.
         kind: its ggml type.
         shape: as in memory.
         make: yields its bytes or numbers, a piece at a time; an entry of a file: those that stand there.
@@ -72,17 +72,15 @@ def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list
 
 
 def check_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
-    """Raise UserError for a parameter that has no place in the files."""
+    """Raise `UserError` for a parameter that no rule covers."""
     used = {source for plan in plans for source in plan.sources}
     for name in parts.names:
         if name not in used and not name.startswith(family.unused or ("\0",)):
-            raise UserError(
-                f"llama.cpp has no place for the tensor {name} in this family; it cannot be written to GGUF"
-            )
+            raise UserError(f"llama.cpp has no tensor for {name} in this family; it cannot be written to GGUF")
 
 
 def _stacked(plans: list[TensorPlan]) -> TensorPlan:
-    """The tensor of all experts, one after another."""
+    """The tensor of all experts, concatenated."""
     first = plans[0]
     for plan in plans:
         if (plan.kind, plan.shape) != (first.kind, first.shape):
@@ -134,7 +132,7 @@ def _plan(
         return rule.change(value, facts) if rule.change else value
 
     spec = parts.specs[source]
-    # The shape that a rule's change gives is asked of a tensor without contents.
+    # The shape after a rule's change is found with a meta tensor.
     shape = tuple(changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape)
     kind = "F16" if side == "vision" else spec.dtype
     if len(shape) < 2 or spec.dtype == "F32" or any(part in target for part in ALWAYS_F32):

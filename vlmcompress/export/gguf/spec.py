@@ -1,6 +1,6 @@
-"""What a GGUF file needs to know of a model family.
+"""The description of a model family for GGUF files.
 
-Names on the left are memory names (those of `model.named_parameters()` in transformers 5), with `{}` for a block's number.
+Source names are memory names (those of `model.named_parameters()` in transformers 5), with `{}` for a block's number.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a checkpoint says of itself.
+    """Settings of a checkpoint.
 
     Attributes:
         config: transformers' configuration with all defaults, as JSON data.
-        image: the settings of its image processor, too.
+        image: the settings of its image processor, with all defaults.
         tokens: ids of the tokenizer's added tokens by their text.
     """
 
@@ -26,26 +26,25 @@ class ModelFacts:
 
 
 Value = Callable[[ModelFacts], Any]
-"""Reads a metadata value from the facts: a truth value, an int, a float, a text or a list; None leaves it out."""
+"""Function from the facts to a metadata value: a bool, int, float, string or list; None leaves the key out."""
 
 
 Order = Callable[[ModelFacts], Sequence[int]]
-"""The numbers of rows or columns in the order in which they stand in GGUF."""
+"""Function from the facts to the indices of rows or columns in GGUF's order."""
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a GGUF file and where it comes from.
+    """One tensor of a GGUF file and its source.
 
     Attributes:
         source: memory name of a parameter.
         target: name in the GGUF file.
-        part: which of so many equal parts of the rows it is, as (0, 3) of a fused q/k/v.
-        rows, columns: function that gives the order in which rows or columns stand in GGUF, a list of their numbers; None: it
-            stays.
-        change: function that brings a tensor that is not quantized into another shape; None: it has that shape.
-        stacked: the last `{}` of `source` counts experts, whose matrices become one tensor.
-        number: function that gives the block's number in GGUF for that in memory; None: they are equal.
+        part: (index, count) of equal parts of the rows, as (0, 3) for q in a fused q/k/v.
+        rows, columns: function to the indices of rows or columns in GGUF's order; None: unchanged.
+        change: function that transforms an unquantized tensor; None: unchanged.
+        stacked: the last `{}` of `source` is the number of an expert; the experts' matrices become one tensor.
+        number: function from the block's number in memory to that in GGUF; None: equal.
         add: number added to each value: norms that compute `x * (1 + weight)` are `x * weight` in ggml.
     """
 
@@ -80,10 +79,10 @@ class GgufFamily:
     Attributes:
         arch: the language model's architecture.
         language, vision: the two files.
-        unused: parameters that llama.cpp does not read, by the beginning of their names.
-        image: the text in a rendered chat prompt that stands for an image.
-        marker: what stands for it in a prompt for llama.cpp, with `{}` for the marker of media.
-        check: function that yields what llama.cpp computes otherwise than the checkpoint asks for, a line each.
+        unused: name prefixes of parameters that llama.cpp does not read.
+        image: the text of an image in a rendered chat prompt.
+        marker: its replacement in a prompt for llama.cpp, with `{}` for the marker of media.
+        check: function to the reasons, one line each, why llama.cpp cannot run the checkpoint.
     """
 
     arch: Value
@@ -96,7 +95,7 @@ class GgufFamily:
 
 
 def at(path: str, kind: type | None = None) -> Value:
-    """A value of the configuration by its dotted path, as `kind`, such as float; None where it is missing."""
+    """The configuration's value at a dotted path, converted to `kind`, such as float; None if it is missing."""
 
     def read(facts: ModelFacts) -> Any:
         value: Any = facts.config

@@ -1,7 +1,7 @@
-"""A tokenizer as the metadata of a GGUF file, from `tokenizer.json` and what stands next to it.
+"""A tokenizer as the metadata of a GGUF file, from `tokenizer.json` and the files next to it.
 
-Two kinds are written: byte-level BPE (`gpt2` in llama.cpp) and SentencePiece's BPE with byte fallback (`llama`). llama.cpp
-splits text by patterns of its own, which it knows by name; the name is found by the pattern in tokenizer.json.
+Two kinds are supported: byte-level BPE (`gpt2` in llama.cpp) and SentencePiece's BPE with byte fallback (`llama`). llama.cpp
+splits text by its own, named patterns; the name is looked up by the pattern in tokenizer.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATTERNS = {
     _MARKS + r"\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen35",
     _CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
 }
-"""Pattern by which a tokenizer splits text -> llama.cpp's name of it."""
+"""Pattern by which a tokenizer splits text -> llama.cpp's name for it."""
 
 
 def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,18 +39,18 @@ def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[s
         config: the model's configuration, for the tokens that begin and end a text.
 
     Raises:
-        UserError: the tokenizer is of a kind that is not written, or damaged.
+        UserError: the tokenizer is unsupported or damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            f"{folder} has no tokenizer.json, of which a GGUF file's tokenizer is made; save a fast tokenizer there"
+            f"{folder} has no tokenizer.json, which GGUF's tokenizer is made from; save a fast tokenizer there"
         )
     content, settings = json_files.read(path), _optional(folder / "tokenizer_config.json")
     try:
         return _metadata(content, settings, folder, vocabulary, config)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise UserError(f"{path} is no tokenizer that can be read ({error!r}); restore it from the source") from error
+        raise UserError(f"{path} is not a readable tokenizer ({error!r}); restore it from the source") from error
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
@@ -63,7 +63,7 @@ def _metadata(
 ) -> dict[str, Any]:
     model = content["model"]
     if model["type"] != "BPE":
-        raise UserError(f"a tokenizer of the kind {model['type']} is not written to GGUF, BPE alone is")
+        raise UserError(f"GGUF supports only BPE tokenizers here, not {model['type']}; write another format")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     pieces = bool(model.get("byte_fallback"))
     tokens, kinds = _tokens(content, vocabulary, pieces)
@@ -71,14 +71,14 @@ def _metadata(
     keys |= {"tokens": tokens, "token_type": kinds}
     if pieces:
         keys["scores"] = _scores(tokens, model["merges"])
-        # A text gets a space in front by either of two steps.
+        # Either of two steps can put a space before a text.
         steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
         steps += [inner for step in steps for inner in step.get("normalizers", ())]
         keys["add_space_prefix"] = any(
             step.get("type") == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps
         )
     else:
-        keys["merges"] = merges or ["00 00"]  # llama.cpp wants some; symbols of two characters come of merges alone
+        keys["merges"] = merges or ["00 00"]  # llama.cpp requires merges; this one never applies
     ids = {token: index for index, token in enumerate(tokens)}
     keys |= _specials(settings, config, ids)
     keys["add_bos_token"] = _adds_bos(content, settings)
@@ -114,7 +114,7 @@ def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[
 
 
 def _scores(tokens: list[str], merges: list) -> list[float]:
-    """SentencePiece's score of each token: llama.cpp joins the pair of the highest one, so the earlier a merge, the higher."""
+    """SentencePiece's score of each token. llama.cpp merges the pair with the highest score, so earlier merges score higher."""
     rank: dict[str, int] = {}
     for place, merge in enumerate(merges):
         rank.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), place)
@@ -122,7 +122,7 @@ def _scores(tokens: list[str], merges: list) -> list[float]:
 
 
 def _splitting(content: Mapping[str, Any]) -> str:
-    """llama.cpp's name of how a byte-level tokenizer splits text."""
+    """llama.cpp's name of the pattern by which a byte-level tokenizer splits text."""
     before = content.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     kinds = [step.get("type") for step in steps]
@@ -133,13 +133,11 @@ def _splitting(content: Mapping[str, Any]) -> str:
     pattern = next((step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None)
     if pattern in PATTERNS:
         return PATTERNS[pattern]
-    raise UserError(
-        "the tokenizer splits text in a way that llama.cpp has no name for here; its GGUF cannot be written"
-    )
+    raise UserError("the tokenizer splits text by a pattern without a known name in llama.cpp; write another format")
 
 
 def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Ids of the tokens that begin and end a text and fill it up."""
+    """Ids of the BOS, EOS and padding tokens."""
     text = config.get("text_config", config)
     keys = {}
     for name, key in (
@@ -156,7 +154,7 @@ def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappi
 
 
 def _adds_bos(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a text gets the token in front that begins one."""
+    """Whether the BOS token is added to a text."""
     after = content.get("post_processor") or {}
     for step in after.get("processors", [after]):
         if step.get("type") == "TemplateProcessing":

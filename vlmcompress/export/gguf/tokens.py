@@ -1,7 +1,7 @@
-"""llama.cpp's tokens of texts, by a tokenizer as a GGUF file holds it: the package `xllamacpp` on a model without contents.
+"""llama.cpp's tokens of texts, for the tokenizer of a GGUF file: the package `xllamacpp` on a model with dummy weights.
 
-llama.cpp ends its process where it cannot go on, so it runs in another one. This file is run by path: `python _gguf_tokens.py
-MODEL TEXTS TOKENS`, where TEXTS and TOKENS are JSON files.
+llama.cpp ends its process on errors, so it runs in another one. This file is run by path: `python tokens.py MODEL TEXTS
+TOKENS`, where TEXTS and TOKENS are JSON files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-if __name__ != "__main__":  # the script needs nothing of the package
+if __name__ != "__main__":  # the script does not import the package
     from vlmcompress.utils.errors import UserError
     from vlmcompress.utils.messages import shortened
 
@@ -26,14 +26,14 @@ WIDTH, CONTEXT, TIMEOUT = 32, 64, 300  # seconds
 def gguf_token_ids(
     keys: Mapping[str, Any], texts: Sequence[str], add: Callable[[Any, str, Any], None]
 ) -> list[list[int]] | None:
-    """The tokens of each text, with those that begin and end one; None: xllamacpp is not installed, or cannot be imported.
+    """The tokens of each text, with BOS and EOS; None: xllamacpp is not installed, or cannot be imported.
 
     Args:
-        keys: the metadata of a tokenizer, see `_gguf_tokenizer`.
-        add: puts an entry of metadata into a `gguf.GGUFWriter`.
+        keys: the metadata of a tokenizer, see `tokenizer.metadata`.
+        add: function that adds a metadata entry to a `gguf.GGUFWriter`.
 
     Raises:
-        UserError: llama.cpp does not take the tokenizer.
+        UserError: llama.cpp refuses the tokenizer.
     """
     if find_spec("xllamacpp") is None:
         return None
@@ -46,23 +46,23 @@ def gguf_token_ids(
             done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
         except subprocess.TimeoutExpired as error:
             raise UserError(
-                f"llama.cpp makes no tokens of the tokenizer in {TIMEOUT} s; write another format"
+                f"llama.cpp did not tokenize with this tokenizer within {TIMEOUT} s; write another format"
             ) from error
         tokens = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
     if tokens == []:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise UserError(f"llama.cpp does not take the tokenizer ({shortened(last, 200)}); write another format")
+        raise UserError(f"llama.cpp refuses the tokenizer ({shortened(last, 200)}); write another format")
     return tokens
 
 
 def _write(path: Path, keys: Mapping[str, Any], add: Callable[[Any, str, Any], None]) -> None:
-    """Write a model of one block with this tokenizer, all of whose weights are 0."""
+    """Write a model of one block with this tokenizer and zero weights."""
     import gguf
     import numpy as np
 
     writer, size = gguf.GGUFWriter(path, "llama"), len(keys["tokenizer.ggml.tokens"])
     sizes = {"context_length": CONTEXT, "embedding_length": WIDTH, "block_count": 1, "feed_forward_length": WIDTH}
-    # The least that llama.cpp's loader of `llama` takes: shapes have to fit, contents are never computed with.
+    # The minimum for llama.cpp's loader of `llama`: shapes must fit, values are never used.
     for key, value in {**sizes, "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5}.items():
         add(writer, f"llama.{key}", value)
     for key, value in keys.items():
@@ -83,7 +83,7 @@ def main() -> None:
     model, lines, result = sys.argv[1:]
     import xllamacpp
 
-    Path(result).write_text("[]", encoding="utf-8")  # it is there, whatever comes
+    Path(result).write_text("[]", encoding="utf-8")  # exists even if llama.cpp ends the process
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = model, CONTEXT, 1
     params.cpuparams.n_threads, params.warmup, params.fit_params = 1, False, False

@@ -1,17 +1,17 @@
-"""Launch files: how to start a checkpoint in each engine and form of deployment. One file per engine, its name is the entry's.
+"""Launch files: how to start a checkpoint in each engine and form of deployment, one module per entry.
 
-Everything here is a pure map from `Facts` (what config.json and the manifest say) to text; `export.launch_files` writes it
-into the checkpoint's folder `serve/`. An entry is a module with
+Entries are pure functions from `LoadFacts` (from config.json and the manifest) to text; `export.launch_files` writes it to the
+checkpoint's folder `serve/`. An entry is a module with
 
-    ENGINE: str                       the engine that is started, as `export.readers` calls it, which knows what it loads
-    GPUS: bool                        whether the files are for NVIDIA GPUs alone
-    TITLE: str                        the engine's name for people, with the version that the files are for
+    ENGINE: str                       the engine that is started, by its name in `export.readers`
+    GPUS: bool                        whether the files are only for NVIDIA GPUs
+    TITLE: str                        the engine's display name, with the version that the files are for
     CHECKED: str                      how the files were checked
-    files(facts) -> {path: text}      paths below `serve/`, relative to it
-    command(facts) -> str             the line that uses them, from the checkpoint's folder
-    further(facts) -> str | None      optional: why there are none although the engine loads it, as the end of a sentence
+    files(facts) -> {path: text}      paths relative to `serve/`
+    command(facts) -> str             the command that uses them, run in the checkpoint's folder
+    further(facts) -> str | None      optional: why there are no files although the engine loads it, as the end of a sentence
 
-No flag is guessed: each entry says in its docstring where its flags were read. All files together are some 20 kB.
+No flag is guessed: each entry's docstring names the source of its flags. All files together are about 20 kB.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vlmcompress.utils.registry import LAUNCHERS as REGISTRY
 
 __all__ = ["REGISTRY", "commands", "render_launch_files", "refusal"]
 
-_NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and win over those in the file:
+_NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and override those in the file:
 `PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
-an API key and a proxy before whatever others can reach."""
+an API key and a proxy in front of anything that others can reach."""
 _LENGTHS = {"vllm.sh": "--max-model-len", "llamacpp.sh": "--ctx-size"}  # the flag of a context's length
 _DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/metrics` of the server): import it in Grafana and
 choose the data source."""
 
 
 def refusal(name: str, facts: LoadFacts) -> str | None:
-    """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None: it has some."""
+    """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None if it has files."""
     launcher = REGISTRY.get(name)
     if launcher.GPUS and facts.machine and facts.machine.capability is None:
         return f"its files are for NVIDIA GPUs, and the target is {facts.machine.title}"
@@ -42,8 +42,8 @@ def refusal(name: str, facts: LoadFacts) -> str | None:
 
 
 def render_launch_files(facts: LoadFacts) -> dict[str, str]:
-    """All launch files of a checkpoint: path below `serve/` -> text. Always has `README.md`, which says what is there and why
-    the rest is not; `grafana.json` where vLLM serves it."""
+    """All launch files of a checkpoint: path below `serve/` -> text. Always includes `README.md`, which lists the files and the
+    reasons for missing ones; includes `grafana.json` if vLLM serves the checkpoint."""
     texts: dict[str, str] = {}
     for launcher in _loading(facts).values():
         texts |= launcher.files(facts)
@@ -53,7 +53,7 @@ def render_launch_files(facts: LoadFacts) -> dict[str, str]:
 
 
 def commands(facts: LoadFacts) -> list[tuple[str, str, str]]:
-    """Title, command and how it was checked, of each entry that has files for the checkpoint; vLLM's first."""
+    """(title, command, how it was checked) of each entry with files for the checkpoint, vLLM first."""
     launchers = _loading(facts)
     names = sorted(launchers, key=lambda name: (name != "vllm", name))
     return [(launchers[name].TITLE, launchers[name].command(facts), launchers[name].CHECKED) for name in names]

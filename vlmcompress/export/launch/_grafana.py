@@ -17,7 +17,7 @@ _Panel = tuple[str, str, dict[str, str]]
 
 
 def dashboard(facts: LoadFacts) -> str:
-    """The dashboard as JSON text, with the checkpoint's name chosen."""
+    """The dashboard as JSON text, with the checkpoint's name preselected."""
     panels = [_panel(number, *panel) for number, panel in enumerate(_panels())]
     content = {
         "title": f"vLLM: {facts.name}",

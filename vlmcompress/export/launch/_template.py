@@ -1,4 +1,4 @@
-"""The text of launch files: shell scripts with a flag a line and a head that finds the checkpoint, and YAML without aliases."""
+"""The text of launch files: shell scripts with one flag per line and a head that locates the checkpoint, and YAML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmcompress.export.readers import LoadFacts
 
 HEAD = """#!/bin/sh
 # {title}
-# Written by vlmcompress; change it as you like. HOST, PORT and MODEL may be set; further flags are passed on and win.
+# Written by vlmcompress; edit it freely. HOST, PORT and MODEL may be set; further flags are passed on and take precedence.
 set -eu
 MODEL="${{MODEL:-$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)}}"
 """
@@ -24,11 +24,11 @@ def script(title: str, *lines: str) -> str:
 
 
 def execute(command: str, flags: Sequence[str], *raw: str) -> str:
-    """An `exec` line broken up at the flags.
+    """An `exec` command with one flag per line.
 
     Args:
-        command: its beginning, as the shell reads it.
-        flags: arguments, quoted here.
+        command: its beginning, in shell syntax.
+        flags: arguments, which are quoted here.
         raw: text after them that the shell expands, such as `--port "$PORT"`.
     """
     parts: list[str] = []
@@ -51,15 +51,15 @@ def server_script(
     code: str = "--trust-remote-code",
     cache: Sequence[str] = (),
 ) -> str:
-    """The script that starts an engine's server: the engine's own flags, then those that the checkpoint decides.
+    """The script that starts an engine's server: the engine's fixed flags, then those that depend on the checkpoint.
 
     Args:
-        title: the engine's, with its version.
-        command: what starts the server, as the shell reads it.
-        flags: those of every checkpoint.
+        title: the engine's title, with its version.
+        command: command that starts the server, in shell syntax.
+        flags: flags for every checkpoint.
         raw: text after all flags that the shell expands.
-        length, gpus, code: the engine's names of the flags for the context length, the GPUs that share the model, and the
-            checkpoint's own Python code.
+        length, gpus, code: the engine's flags for the context length, the number of GPUs, and running the checkpoint's
+            Python code.
         cache: flags about the KV cache.
     """
     flags = [*flags, *([length, str(facts.max_len)] if facts.max_len else []), *cache]
@@ -69,7 +69,7 @@ def server_script(
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes a value that is used twice twice, as not every reader of a manifest knows aliases."""
+    """Write no aliases for repeated values, as not every reader of manifests supports them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

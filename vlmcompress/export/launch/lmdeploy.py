@@ -3,7 +3,7 @@
 Flags, architectures and formats were read in LMDeploy 0.18.0 (`cli/serve.py`, `turbomind/supported_models.py`,
 `turbomind/converter.py`) on 2026-11-22: its reader looks at `config_groups.group_0` alone and takes pack-quantized
 4-bit integers in groups of 32 or 128; AWQ and GPTQ in groups of 128 (GPTQ symmetric). It falls back to its PyTorch
-engine without asking where TurboMind does not know the architecture, so those are refused here.
+engine silently if TurboMind does not support the architecture, so such models are refused here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ CHECKED = "run by our tests in openvino_genai 2026.4 on a CPU"
 FILE = "ask_openvino.py"  # not openvino.py, which the script itself would import
 SCRIPT = '''"""{name} in OpenVINO: python serve/{file} "What is shown?" IMAGE ...
 
-Written by vlmcompress; change it as you like. MODEL and DEVICE (CPU, GPU) may be set in the environment.
+Written by vlmcompress; edit it freely. MODEL and DEVICE (CPU, GPU) may be set in the environment.
 """
 
 import json

@@ -3,8 +3,8 @@
 Options, architectures and formats were read in TensorRT-LLM's repository (`cli/serve.py`,
 `models/quant_config_utils.py`, `docs/source/models/supported-models.md`, `features/guided-decoding.md`, snapshots of
 2026) on 2026-11-22. Of compressed-tensors it reads FP8 by channel with activations by token, FP8 in blocks of 128,
-and NVFP4, and several groups only where these are aimed at names. It looks at the bits and not at the type of 8-bit
-weights, so that INT8 would be read as FP8: that is refused here.
+and NVFP4, and several groups only if their targets are names. It checks only the bits of 8-bit weights and not their
+type, so that it would read INT8 as FP8; INT8 is refused here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
 
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
-    """`tensorrt-llm.sh` and the options that it hands over, `tensorrt-llm.yaml`."""
+    """`tensorrt-llm.sh` and its options, `tensorrt-llm.yaml`."""
     reuse = facts.architecture not in NO_REUSE
     options = {
         "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},

@@ -1,10 +1,10 @@
-"""vLLM's OpenAI-compatible server, as a shell script, and others that add speculative decoding: by n-grams, and by the head
-that a checkpoint carries.
+"""vLLM's OpenAI-compatible server, as a shell script, and variants with speculative decoding by n-grams or by a checkpoint's
+own head.
 
 Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
-vLLM's own default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that
-trades the time to the first token against the time between tokens. INT8 on Blackwell needs the CUTLASS kernel, which does not
-start there, disabled by name (vllm issue 54311). FP8 keys and values on Ampere are FlashInfer's only.
+vLLM's default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that trades
+the time to the first token against the time between tokens. INT8 on Blackwell requires disabling the CUTLASS kernel, which
+fails there (vllm issue 54311). Only FlashInfer supports FP8 keys and values on Ampere.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ TITLE = "vLLM 0.32"
 CHECKED = "executed by our tests on vLLM's CPU build"
 
 IMAGES = 4
-# Where VLLM_PLUGINS names the plugins to load, the reducer's has to be among them.
+# If VLLM_PLUGINS lists the plugins to load, it must include the reducer's.
 PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
 def settings(facts: LoadFacts) -> dict[str, Any]:
-    """Values of vLLM's `EngineArgs` for the checkpoint: what the flags say, and Triton's model.json."""
+    """Values of vLLM's `EngineArgs` for the checkpoint, for flags and for Triton's model.json."""
     values: dict[str, Any] = {
         "served_model_name": facts.name,
         "dtype": "auto",
-        "max_model_len": "auto",  # the model's own, or what fits into memory if that is less
+        "max_model_len": "auto",  # the model's, or less if memory is short
         "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
@@ -71,7 +71,7 @@ def environment(facts: LoadFacts) -> dict[str, str]:
 
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
-    """`vllm.sh`, `vllm-speculative.sh` that adds speculative decoding by n-grams, and one for a head that drafts."""
+    """`vllm.sh`, `vllm-speculative.sh` with speculative decoding by n-grams, and one for the checkpoint's draft head."""
     lines = []
     if facts.reducer:
         lines += [
@@ -85,8 +85,8 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
     title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
     lines.append(execute('vllm serve "$MODEL"', flags(facts), address))
     speculative = [
-        "# Proposes what followed the same words before: pays where answers repeat the prompt (documents, code), costs a",
-        "# little elsewhere. Answers of temperature 0 stay the same but for rounding. Measure before you keep it.",
+        "# Proposes what followed the same words before: a gain if answers repeat the prompt (documents, code), a small",
+        "# cost otherwise. At temperature 0, answers are the same except for rounding. Measure before you keep it.",
         execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
     ]
     scripts = {
@@ -96,7 +96,7 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
     if facts.draft:
         setting = {"method": facts.draft, "num_speculative_tokens": 1}
         text = [
-            "# The checkpoint's own head drafts a token in each step. Needs a GPU. Measure more tokens, and no drafting.",
+            "# The checkpoint's head drafts one token per step. Needs a GPU. Compare with more tokens and with no drafting.",
             execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(setting)]),
         ]
         scripts[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
@@ -104,11 +104,11 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
 
 
 def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
-    """`vllm.sh` of a draft head, which starts the checkpoint that it is for; its place is below the draft's `serve/`.
+    """`vllm.sh` for a draft's folder `serve/`, which starts the draft's target with the draft.
 
     Args:
-        method: `eagle3`, or `medusa`, whose name vLLM 0.32 has to find out by itself.
-        tokens: that are guessed in a row.
+        method: `eagle3`, or `medusa`, which vLLM 0.32 has to detect by itself.
+        tokens: number of tokens that are guessed per step.
     """
     named = {"method": "eagle3"} if method == "eagle3" else {}
     setting = json.dumps({**named, "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
@@ -129,7 +129,7 @@ def command(facts: LoadFacts) -> str:
 
 
 def _step(facts: LoadFacts) -> int | None:
-    """The most tokens in a step: vLLM's default for a GPU of this memory; None where vLLM is to decide."""
+    """Maximum tokens per step: vLLM's default for a GPU of this memory; None: vLLM decides."""
     machine = facts.machine
     if machine is None or machine.capability is None or not machine.memory:
         return None

@@ -1,8 +1,8 @@
-"""vLLM with its stages apart: encoding images, prefill and decoding in servers of their own, in one shell script.
+"""vLLM with disaggregated stages: separate servers for encoding images, prefill and decoding, in one shell script.
 
-Encoder outputs pass through a folder that both sides see (`ECExampleConnector`, vLLM's reference), keys and values through NIXL
-(`NixlConnector`), as in vLLM's `examples/disaggregated/disaggregated_encoder`. A server that only encodes keeps no KV cache,
-and its token budget means nothing, so it is as good as unlimited. Requests go to the encoder first (`max_tokens` 1), then to
+Encoder outputs are passed through a shared folder (`ECExampleConnector`, vLLM's reference), keys and values through NIXL
+(`NixlConnector`), as in vLLM's `examples/disaggregated/disaggregated_encoder`. A server that only encodes has no KV cache,
+and its token budget is irrelevant, so it is practically unlimited. Requests go to the encoder first (`max_tokens` 1), then to
 the prefill server, then to the decoder; vLLM's example has a proxy that does that.
 """
 
@@ -29,9 +29,9 @@ shift"""
 
 
 def further(facts: LoadFacts) -> str | None:
-    """A reducer that reads the question cannot work where the encoder is asked without the words."""
+    """The refusal of a query-aware reducer, as the encoder gets no text; else None."""
     query_aware = facts.reducer and facts.reducer.query_aware
-    return "the reducer reads the question, which an encoder of its own is not given" if query_aware else None
+    return "the reducer is query-aware, and a separate encoder does not get the question" if query_aware else None
 
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ def _roles() -> dict[str, tuple[int, list[str], list[str]]]:
 
 
 def _encoding(flags: list[str]) -> list[str]:
-    """The flags that an encoder shares: those about the KV cache and about steps of the language model are left out."""
+    """The flags that also apply to an encoder, without those of the KV cache and the language model's steps."""
     left_out = {"--enable-prefix-caching", "--kv-cache-dtype", "--attention-backend", "--max-num-batched-tokens"}
     kept: list[str] = []
     skipping = False
@@ -89,7 +89,7 @@ def _encoding(flags: list[str]) -> list[str]:
 
 
 def _stored(role: str) -> str:
-    """`--ec-transfer-config` with the folder, which the shell puts in."""
+    """`--ec-transfer-config` with the folder, which the shell inserts."""
     head = f'{{"ec_connector": "ECExampleConnector", "ec_role": "{role}", "ec_connector_extra_config": '
     return f"""--ec-transfer-config '{head}{{"shared_storage_path": "'"$STORE"'"}}}}'"""
 

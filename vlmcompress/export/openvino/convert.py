@@ -1,7 +1,7 @@
-"""Trace transformers' modules into OpenVINO's graphs, without a matrix of floats in memory.
+"""Trace transformers' modules to OpenVINO's graphs, without float matrices in memory.
 
-The model is built without weights. Linear layers and tables of embeddings are left out of the trace: each is one operation,
-which becomes a constant in the type that it is stored in (`_weights`). Other parameters are small. One graph at a time is in
+The model is built without weights. Linear layers and embedding tables are not traced: each is one operation, which becomes a
+constant in its stored type (`weights`). Other parameters are small. Only one graph at a time is in
 memory. `openvino.convert_model` would do the same, but sends usage statistics, so its frontend is called directly.
 """
 
@@ -31,7 +31,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import error_text
 
 LEAVES = (nn.Linear, nn.Embedding)
-_COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # what OpenVINO calls nodes and tensors that have no name
+_COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")  # OpenVINO's names of unnamed nodes and tensors
 
 
 def write_graphs(tree: Path, family: OpenvinoFamily, source: ParameterSource) -> None:
@@ -59,7 +59,7 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: ParameterSource
     for part in graph.module.modules():
         if part in leaves:
             continue
-        # Norms and the like, in float32, and buffers that are stored; others were made with the module.
+        # Norms and similar in float32, and stored buffers; other buffers were created with the module.
         prefix = names.get(part, "")
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -72,7 +72,7 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: ParameterSource
         frontend.add_extension(ConversionExtension(operation, _leaf(names[part], part, source, refused)))
 
     def alone(_part: nn.Module, operation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """A leaf as one operation of the trace, which a `ConversionExtension` of that name makes nodes of."""
+        """A leaf as one operation of the trace, which a `ConversionExtension` of that name converts to nodes."""
         return operation(inputs)
 
     with warnings.catch_warnings(), torch.no_grad():
@@ -85,7 +85,7 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: ParameterSource
         )
         try:
             model = frontend.convert(frontend.load(decoder))
-        except Exception:  # OpenVINO's, which says nothing of the one that ended its callback
+        except Exception:  # OpenVINO's exception hides the one of its callback
             if refused:
                 raise refused[0] from None
             raise
@@ -99,16 +99,16 @@ def _trace(graph: Graph, names: Mapping[nn.Module, str], source: ParameterSource
 
 
 def _zeros(part: Any, inputs: Tensor) -> Tensor:
-    """What a leaf gives while it is traced."""
+    """Zeros in the shape of a leaf's output, for tracing."""
     if isinstance(part, nn.Embedding):
         return torch.zeros(*inputs.shape, part.embedding_dim)
     return torch.zeros(*inputs.shape[:-1], part.out_features)
 
 
 def _leaf(name: str, part: nn.Module, source: ParameterSource, refused: list[UserError]) -> Callable[[Any], list]:
-    """What makes OpenVINO's nodes of a linear layer, or of a table of embeddings with the factor that some have.
+    """A function that creates OpenVINO's nodes of a linear layer, or of an embedding table with its factor, if any.
 
-    `refused` gets the reason why a weight cannot be written.
+    The reason why a weight cannot be written is appended to `refused`.
     """
 
     def make(node: Any) -> list:
@@ -128,7 +128,7 @@ def _leaf(name: str, part: nn.Module, source: ParameterSource, refused: list[Use
 
 
 def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:
-    """Keep keys and values within the model, in the order of sequences that its new input `beam_idx` says."""
+    """Make keys and values states of the model, reordered by its new input `beam_idx`."""
     beams = ops.parameter([-1], np.int32)
     _name(beams.output(0), "beam_idx")
     model.add_parameters([beams])
@@ -145,7 +145,7 @@ def _make_stateful(model: openvino.Model, decoder: Decoder) -> None:
     embeds = ops.shape_of(model.input("inputs_embeds"), output_type="i64")
     batch = ops.gather(embeds, np.array([0]), np.int64(0))
     for node in model.get_ops():
-        if node.get_type_name() == "ReadValue":  # an empty state for as many sequences as there are
+        if node.get_type_name() == "ReadValue":  # an empty state for the batch's sequences
             _, heads, _, size = node.get_output_partial_shape(0)
             shape = ops.concat([batch, np.array([heads.get_length(), 0, size.get_length()])], 0)
             node.set_arguments([ops.broadcast(np.float32(0), shape)])
@@ -158,7 +158,7 @@ def _name(port: Any, name: str) -> None:
 
 
 def _save(model: openvino.Model, path: Path) -> None:
-    """Write a model under names without the counters of the process, so that equal models are equal files."""
+    """Write a model with names that have no process-wide counters, so that equal models give equal files."""
     model.set_friendly_name(path.stem)
     for number, node in enumerate(model.get_ordered_ops()):
         if _COUNTED.fullmatch(node.get_friendly_name()):
@@ -177,12 +177,12 @@ def _tokenizers(folder: Path) -> tuple[openvino.Model, openvino.Model]:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
         return convert_tokenizer(tokenizer, with_detokenizer=True)
-    except Exception as error:  # of many kinds, for what it lacks
+    except Exception as error:  # many kinds, for unsupported tokenizers
         raise UserError(f"OpenVINO has no such tokenizer ({error_text(error)}); write another format") from error
 
 
 def graph_token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
-    """OpenVINO's tokens of each text, by the graph in a folder, or by one that is made of its tokenizer."""
+    """OpenVINO's tokens of each text, by the graph in a folder or by one converted from its tokenizer."""
     import openvino_tokenizers  # noqa: F401  # makes OpenVINO know its operations
 
     path = folder / "openvino_tokenizer.xml"

@@ -1,4 +1,4 @@
-"""What OpenVINO GenAI needs to know of a model family: modules to trace, with named inputs."""
+"""The description of a model family for OpenVINO GenAI: modules to trace, with named inputs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from vlmcompress.numerics import Format
 
-BATCH, PAST, NEW = 2, 3, 4  # sequences, tokens seen before and tokens in a trace: a side of 1 would count as fixed
+BATCH, PAST, NEW = 2, 3, 4  # sequences, past and new tokens in a trace: a dimension of 1 would count as fixed
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer of integers: `tensors` as `formats.openvino.tensors` makes them, their format, the shape `[out, in]`."""
+    """A linear layer of integers: `tensors` from `formats.openvino.tensors`, their format, the shape `[out, in]`."""
 
     tensors: Mapping[str, Tensor]
     format: Format
@@ -27,17 +27,17 @@ class ParameterSource(Protocol):
     """The parameters of a checkpoint, by memory names."""
 
     def read(self, name: str) -> Tensor:
-        """One that is not quantized."""
+        """The values of an unquantized parameter."""
         ...
 
     def packed(self, name: str) -> Packed | None:
-        """A quantized one; None: it is not."""
+        """A quantized parameter; None if it is not quantized."""
         ...
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input of a graph: its name, the shape that it is traced with, which sides of that vary, and its type."""
+    """An input of a graph: its name, traced shape, variable dimensions, and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,13 +46,13 @@ class Port:
 
     @property
     def dims(self) -> list[int]:
-        """The shape with -1 for sides that vary."""
+        """The shape with -1 for variable dimensions."""
         return [-1 if side in self.varying else size for side, size in enumerate(self.shape)]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One of a family's models: a module to trace, its inputs in the order of `forward`, and the names of its outputs."""
+    """One graph: a module to trace, its inputs in the order of `forward`, and the names of its outputs."""
 
     module: nn.Module
     inputs: tuple[Port, ...]
@@ -62,7 +62,7 @@ class Graph:
 class Decoder(nn.Module):
     """The decoder with its head, from embeddings to logits.
 
-    Inputs of `forward` are those of `ports`: the mask of tokens seen and new, positions, embeddings, further inputs of the
+    Inputs of `forward` are those of `ports`: the mask of past and new tokens, positions, embeddings, further inputs of the
     family (`extra`), then keys and values of each block. It returns the logits and all keys and values.
     """
 
@@ -81,22 +81,22 @@ class Decoder(nn.Module):
         """Arguments of transformers' decoder besides embeddings, positions and cache.
 
         Args:
-            rows, columns: places of the new tokens `[1, 1, new, 1]` and of all `[1, 1, 1, past + new]`.
-            present: which of all are no padding, bool `[batch, 1, 1, past + new]`.
+            rows, columns: positions of the new tokens `[1, 1, new, 1]` and of all tokens `[1, 1, 1, past + new]`.
+            present: which tokens are not padding, bool `[batch, 1, 1, past + new]`.
             extra: the further inputs.
         """
         return {"attention_mask": (columns <= rows) & present}
 
     @property
     def kept(self) -> list[tuple[int, int]]:
-        """Heads and channels of a head of what is kept from step to step, for each block that has keys and values."""
+        """(heads, channels per head) of the cached keys and values, for each block that has them."""
         text = self.text
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return [(text.num_key_value_heads, size)] * text.num_hidden_layers
 
     @property
     def states(self) -> list[str]:
-        """Names of what is kept: keys and values of those blocks."""
+        """Names of the cached keys and values."""
         return [f"{layer}.{kind}" for layer in range(len(self.kept)) for kind in ("key", "value")]
 
     @property
@@ -132,12 +132,12 @@ class Decoder(nn.Module):
 
 
 class Past:
-    """Keys and values of each block, in the place of transformers' cache, whose empty tensors OpenVINO does not take."""
+    """Keys and values of each block, replacing transformers' cache, whose empty tensors OpenVINO does not accept."""
 
     def __init__(self, states: Sequence[Tensor]):
         self.pairs = list(zip(states[::2], states[1::2], strict=True))
 
-    # What transformers' attention calls of its cache; masks are given, so nothing asks for lengths.
+    # The method of the cache that transformers' attention calls; lengths are not needed, as masks are passed.
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append to the keys and values of a block and return them all, `[batch, heads, tokens, channels]`."""
         keys, values = self.pairs[layer]
@@ -152,16 +152,16 @@ class OpenvinoFamily:
     Attributes:
         graphs: function from a model to its graphs besides decoder and word embeddings, by file name without `openvino_` and
             `.xml`.
-        image: what stands for an image in a rendered chat prompt; tag: in one for `VLMPipeline`, if that differs.
-        after: what the pipeline writes after each image of its own accord.
-        axes: numbers that a token's position consists of; with 1 `position_ids` has no side for them.
+        image: text of an image in a rendered chat prompt; tag: that for `VLMPipeline`, if it differs.
+        after: text that the pipeline adds after each image.
+        axes: number of coordinates of a token's position; with 1, `position_ids` has no dimension for them.
         decoder: the module of the decoder.
         prunes: whether `VLMPipeline` can drop visual tokens of the family (`pruning_ratio`).
         images: function from the settings of the image processor to those that the pipeline reads.
-        fixed_images: settings of the image processor that the pipeline has as fixed numbers.
-        settings: function from what reads a parameter to entries of config.json that the pipeline wants.
-        unused: parts of the model that the pipeline does not have, by the beginnings of their names.
-        check: function from transformers' configuration, as JSON data, to what is not written of it, a line each.
+        fixed_images: settings of the image processor that are fixed in the pipeline.
+        settings: function from a reader of parameters to further entries of config.json for the pipeline.
+        unused: name prefixes of parts that the pipeline does not support.
+        check: function from transformers' configuration, as JSON data, to the reasons why it cannot be written, one per line.
     """
 
     graphs: Callable[[Any], Mapping[str, Graph]]
@@ -179,7 +179,7 @@ class OpenvinoFamily:
 
 
 def decoder_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a decoder is not written: other attention than full one, positions that depend on the length."""
+    """Reasons why a decoder cannot be written: attention other than full, positions that depend on the length."""
     text = config["text_config"]
     kinds = set(text.get("layer_types") or ()) - {"full_attention"}
     window, longest = text.get("sliding_window"), text["max_position_embeddings"]

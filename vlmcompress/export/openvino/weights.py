@@ -1,6 +1,6 @@
-"""Constants of OpenVINO's graphs: tensors in the type that they are stored in, and integer weights with their scales.
+"""Constants of OpenVINO's graphs: tensors in their stored type, and integer weights with their scales.
 
-A layer of 4 or 8 bits is what NNCF writes, and what OpenVINO's plugins compute with without unpacking it first:
+A layer of 4 or 8 bits has the form that NNCF writes, which OpenVINO's plugins compute with directly:
 
     codes i4 | u4 | i8 | u8 [out, groups, size] -> f16 -> minus zero points -> times scales f16 -> [out, in] -> f32
 
@@ -23,7 +23,7 @@ _TYPES = {torch.bfloat16: openvino.Type.bf16, torch.float16: openvino.Type.f16, 
 
 
 def constant(name: str, source: ParameterSource) -> Any:
-    """The node of a parameter, as float32, by its memory name, which is what its constant is called."""
+    """The node of a parameter as float32; its constant is named by the memory name."""
     if layer := source.packed(name):
         return _quantized(layer, name)
     value = source.read(name)
@@ -32,7 +32,7 @@ def constant(name: str, source: ParameterSource) -> Any:
 
 
 def _quantized(layer: Packed, name: str) -> Any:
-    """The node of a matrix of integers. Scales and zero points are called like the codes, with `_scale` and `_zero_point`."""
+    """The node of a matrix of integers. Names of scales and zero points end in `_scale` and `_zero_point`."""
     fmt, (rows, columns) = layer.format, layer.shape
     groups = fmt.n_groups(columns)
     kind = getattr(openvino.Type, f"{'i' if fmt.symmetric else 'u'}{fmt.bits}")
@@ -49,7 +49,7 @@ def _quantized(layer: Packed, name: str) -> Any:
 
 def _constant(raw: Tensor, shape: Any, kind: openvino.Type, name: str) -> Any:
     """A constant of the bytes `raw`, which are copied."""
-    data = raw.flatten().numpy()  # not kept alive by what is made of it
+    data = raw.flatten().numpy()  # the constant does not keep it alive
     node = ops.constant(openvino.Tensor(data, openvino.Shape(list(shape)), kind), shared_memory=False)
     node.set_friendly_name(name)
     return node

@@ -1,10 +1,10 @@
-"""Who loads a checkpoint: one table of engines and formats, and the question that everything asks it.
+"""Which engines load a checkpoint: a table of engines and formats, and functions that query it.
 
-    facts = read(config, "OUT")           # of config.json
-    verdict("sglang", facts).reason       # "of gptq-v2 it reads only 4 and 8 bits without zero points"; None: it loads it
+    facts = gather_facts(config, "OUT")        # from config.json
+    load_verdict("sglang", facts).reason       # "of gptq-v2 it reads only 4 and 8 bits without zero points"; None: it loads it
 
-`doctor`, `check`, `serve`, `eval`, `bench`, model cards, launch files and the tables in docs/exporting.md read it. The table is
-`_table.py`: a new engine is a new entry there. What a machine runs of what an engine loads is in `vlmcompress.recipe.targets`.
+`doctor`, `check`, `serve`, `eval`, `bench`, model cards, launch files and the tables in docs/exporting.md use it. The table is
+in `_table.py`: a new engine is a new entry there. `vlmcompress.recipe.targets` has the formats that each machine runs.
 Nothing here imports torch or reads more than config.json.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 _EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino"}
-"""Engines of `eval` by their names there -> in the table."""
+"""Name of an engine in `eval` -> its name in the table."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Verdict:
     Attributes:
         title: the engine's name.
         reason: why it does not, as the end of a sentence about it; None: it does.
-        needs: packages that it takes next to the engine, as pip has them.
-        notes: sentences on what to mind.
+        needs: packages required besides the engine, by their names for pip.
+        notes: sentences about pitfalls.
         loader: whether only `vlmcompress.models.open_model` loads it.
-        evidence: `run: TEST OR SCRIPT` or `read: SOURCE`; empty where the table knows nothing of the format.
+        evidence: `run: TEST OR SCRIPT` or `read: SOURCE`; empty if the format is not in the table.
     """
 
     title: str
@@ -89,7 +89,7 @@ def verdicts(facts: LoadFacts) -> dict[str, Verdict]:
 
 
 def readers_summary(facts: LoadFacts) -> str:
-    """A line about who loads a checkpoint, and why vLLM does not where it doesn't. Raises `UserError` where nobody does."""
+    """A line that lists the engines that load a checkpoint, with the reason if vLLM does not. `UserError` if none does."""
     every = verdicts(facts)
     loads = {name: each for name, each in every.items() if each.reason is None}
     if not loads:
@@ -106,13 +106,13 @@ def readers_summary(facts: LoadFacts) -> str:
 
 
 def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
-    """Raise `UserError` for a checkpoint that none of some engines is known to load, before they start.
+    """Raise `UserError` for a checkpoint that none of `engines` is known to load, before they start.
 
-    Formats and engines that the table does not have are left alone, as is a folder without a config.json.
+    Formats and engines that are not in the table are not checked, nor is a folder without a config.json.
 
     Args:
-        engines: their names in `ENGINES` or on the command line of `eval`.
-        remedy: what to do instead; empty: the engines of `eval` that load it.
+        engines: names in `ENGINES` or on the command line of `eval`.
+        remedy: end of the message; empty: suggest the engines of `eval` that load it.
     """
     try:
         config = json_files.read(Path(folder) / "config.json")
@@ -120,9 +120,7 @@ def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = 
         return
     if not isinstance(config, dict):
         return
-    facts = gather_facts(
-        config, "model"
-    )  # without its reducer, which engines refuse themselves, with the method's own reason
+    facts = gather_facts(config, "model")  # without its reducer, which engines refuse with the method's reason
     names = [
         _EVAL.get(name.partition(",")[0], name) for name in engines
     ]  # `hf, divprune:0.5` is transformers with a reducer
@@ -138,12 +136,12 @@ def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = 
 
 
 def served_name(folder: str | Path) -> str:
-    """The name of a checkpoint on a server: its folder's, in characters that need no quoting."""
+    """The name of a checkpoint on a server: that of its folder, in characters that need no quoting."""
     return plain_name(Path(folder).resolve().name) or "model"
 
 
 def _lacking(row: EngineFormats, facts: LoadFacts) -> str | None:
-    """Why an engine does not load a checkpoint whatever its numbers are: the reducer or the architecture; None: it may."""
+    """Why an engine does not load a checkpoint in any number format: its reducer or architecture; None: it may load it."""
     if facts.reducer:
         if row.reducers == "none":
             return f"it does not know the reducer {facts.reducer.label}"
@@ -155,7 +153,7 @@ def _lacking(row: EngineFormats, facts: LoadFacts) -> str | None:
 
 
 def _unread(cell: Cell, facts: LoadFacts) -> str | None:
-    """Why an engine does not load a checkpoint of a format that it reads; None: it does."""
+    """Why an engine does not load a checkpoint in one of its formats; None: it loads it."""
     groups = facts.groups
     whole = any(group.whole for group in groups.values())
     read_all = (

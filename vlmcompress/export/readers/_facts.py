@@ -1,7 +1,7 @@
-"""What decides who loads a checkpoint, and what a launch file needs to know of it, read from its config.json; nothing runs.
+"""The facts about a checkpoint that decide which engines load it, and those for launch files, read from its config.json.
 
-Names that a stranger may have chosen (folders, architectures) are cut down to characters that mean nothing to a shell, to YAML
-or to Markdown, so that no launch file has to quote them.
+Untrusted names (folders, architectures) are reduced to characters without a meaning in shells, YAML and Markdown, so that
+launch files need no quoting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `reduction.block`
 _KEPT = re.compile(r"-:(?!.*(?:vision|visual|mtp)).*layers")  # GPTQ's pattern of layers that are not quantized
 _COUNTS = (1, 2, 4, 8)
-_FILL = 0.6  # share of the memory that weights may take before another GPU is asked for; the rest is KV cache
+_FILL = 0.6  # share of the memory for weights before another GPU is added; the rest is KV cache
 _SHARE = 0.92  # of device memory that vLLM 0.32 takes by default
 
 
@@ -26,9 +26,9 @@ class QuantizedGroup:
         kind: `int` or `float`; bits: of a weight; strategy: `group`, `channel`, `tensor`, `tensor_group` or `block`.
         size: weights that share a scale, for strategies that have one.
         symmetric: whether there are no zero points.
-        activations: bits of quantized activations, None for 16-bit ones; dynamic: whether their scale is found at run time.
-        packing: `format` of the group, such as `pack-quantized`; `checkpoint_format` of GPTQ.
-        whole: whether it is aimed at the class `Linear` and not at names.
+        activations: bits of quantized activations, None for 16-bit ones; dynamic: whether their scale is computed at run time.
+        packing: `format` of the group, such as `pack-quantized`; for GPTQ its `checkpoint_format`.
+        whole: whether its target is the class `Linear`, not names.
     """
 
     kind: str
@@ -53,7 +53,7 @@ _ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch file needs to know of the target: see `targets.Target`."""
+    """The fields of a target for launch files; see `targets.Target`."""
 
     title: str
     memory: float | None
@@ -62,7 +62,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Reducer:
-    """The reducer that a checkpoint carries: its label, whether it reads the question, whether vLLM serves it."""
+    """A checkpoint's reducer: its label, whether it is query-aware, whether vLLM serves it."""
 
     label: str
     query_aware: bool
@@ -71,23 +71,23 @@ class Reducer:
 
 @dataclass(frozen=True)
 class LoadFacts:
-    """What is known of a checkpoint.
+    """Facts about a checkpoint.
 
     Attributes:
-        name: name on the server: the folder's, in characters that need no quoting.
-        architecture: of the original, without the prefix that a reducer brings.
-        method: `quant_method` of config.json; None where nothing is quantized.
-        groups: how layers are quantized: config groups of a compressed-tensors checkpoint by name, those that the numbers of
-            AWQ and GPTQ or the algorithms of ModelOpt stand for.
+        name: name on the server: that of the folder, in characters that need no quoting.
+        architecture: of the original, without the prefix for a reducer.
+        method: `quant_method` of config.json; None if nothing is quantized.
+        groups: name -> quantization of layers: the config groups of compressed-tensors, or equivalent groups for the settings
+            of AWQ and GPTQ or the algorithms of ModelOpt.
         embeddings: whether the token embedding is quantized.
         experts: whether the decoder is a mixture of experts.
         kept_layers: whether GPTQ's patterns leave layers of decoder blocks in 16 bits.
         kv_fp8: whether there are scales for an FP8 KV cache.
-        max_len: tokens of context; heads: attention heads of the decoder; None where config.json has none.
-        weights: bytes.
-        code: whether the checkpoint brings Python code of its own.
-        draft: method of speculative decoding by a head that the checkpoint carries; empty: it carries none.
-        splits: numbers of GPUs that its layers can be split among; None: as far as the heads say.
+        max_len: tokens of context; heads: attention heads of the decoder; None if config.json has no value.
+        weights: bytes of the weights.
+        code: whether the checkpoint includes Python code.
+        draft: method of speculative decoding by the checkpoint's own head; empty: it has none.
+        splits: numbers of GPUs over which its layers can be split; None: any that divides the heads.
     """
 
     name: str
@@ -109,8 +109,8 @@ class LoadFacts:
 
     @property
     def gpus(self) -> int:
-        """The fewest GPUs (a power of two up to 8 that divides the heads and tears no group of weights) whose memory holds the
-        weights with room for a KV cache; 1 where the machine is not known."""
+        """The smallest number of GPUs (a power of two up to 8 that divides the heads and splits no group of weights) that holds
+        the weights with room for a KV cache; 1 if the machine is unknown."""
         if self.machine is None or not self.machine.memory or self.machine.capability is None:
             return 1
         counts = [count for count in _COUNTS if not (self.heads or 1) % count and count in (self.splits or _COUNTS)]
@@ -119,7 +119,7 @@ class LoadFacts:
 
     @property
     def format(self) -> str:
-        """The format's name among `vlmcompress.export.formats`; the method's, where it is none of these."""
+        """The format's name in `vlmcompress.export.formats`, or else the method's."""
         second = any(group.packing == "gptq_v2" for group in self.groups.values())
         return "bf16" if self.method is None else "gptq-v2" if self.method == "gptq" and second else self.method
 
@@ -135,7 +135,7 @@ class LoadFacts:
 
     @property
     def resource(self) -> str:
-        """The name as Kubernetes and Compose want it: RFC 1123, lower case, at most 40 characters."""
+        """The name in the form of Kubernetes and Compose: RFC 1123, lower case, at most 40 characters."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-") or "model"
 
 
@@ -153,12 +153,12 @@ def gather_facts(
     """Gather the facts.
 
     Args:
-        config: content of config.json; what is not as it should be counts as absent.
+        config: content of config.json; invalid values count as missing.
         name: the checkpoint's name, of any characters.
         weights: bytes of all tensors.
         experts: whether the decoder is a mixture of experts.
-        draft: method of speculative decoding by a head that the checkpoint carries.
-        splits: numbers of GPUs that its layers can be split among, where that is known.
+        draft: method of speculative decoding by the checkpoint's own head; empty: it has none.
+        splits: numbers of GPUs over which its layers can be split; None: unknown.
     """
     text = _mapping(config.get("text_config")) or config
     quantization = _mapping(config.get("quantization_config"))
@@ -186,12 +186,12 @@ def gather_facts(
 
 
 def plain_name(name: str) -> str:
-    """A name in ASCII letters, digits, `_`, `-` and `.`, not beginning or ending with the latter two."""
+    """The name reduced to ASCII letters, digits, `_`, `-` and `.`, without leading or trailing `-` and `.`."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:96]
 
 
 def _groups(quantization: Mapping[str, Any]) -> dict[str, QuantizedGroup]:
-    if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with numbers of their own for layers that match
+    if _count(quantization.get("bits")):  # AWQ and GPTQ, the latter with overrides for matching layers
         overrides = {key: _mapping(value) for key, value in _mapping(quantization.get("dynamic")).items()}
         others = {
             str(key): _numbers({**quantization, **value})
@@ -199,7 +199,7 @@ def _groups(quantization: Mapping[str, Any]) -> dict[str, QuantizedGroup]:
             if not key.startswith("-:")
         }
         return {"": _numbers(quantization), **others}
-    if "quant_algo" in quantization:  # ModelOpt, with algorithms of their own for layers where there are several
+    if "quant_algo" in quantization:  # ModelOpt, with an algorithm per layer for mixed precision
         layers = [_mapping(layer) for layer in _mapping(quantization.get("quantized_layers")).values()] or [
             quantization
         ]
@@ -212,7 +212,7 @@ def _groups(quantization: Mapping[str, Any]) -> dict[str, QuantizedGroup]:
 
 
 def _numbers(quantization: Mapping[str, Any]) -> QuantizedGroup:
-    """The group that the numbers of AWQ and GPTQ describe."""
+    """The group for the settings of AWQ and GPTQ."""
     size = _count(quantization.get("group_size"))
     return QuantizedGroup(
         kind="int",

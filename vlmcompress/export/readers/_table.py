@@ -1,18 +1,18 @@
-"""Who loads what: for each engine and each format what it reads, with which packages, and how that is known.
+"""The table of engines and formats: what each engine reads, with which packages, and the evidence.
 
-`run` names the test or script that loaded such files here, `read` the engine's own file that says so, and nothing was run.
-Formats are those of `vlmcompress.export.formats` by name; what a cell says of single schemes are `Numbers`.
+`run` names the test or script that loaded such files; `read` names the engine's source file, and nothing was run. Formats are
+those of `vlmcompress.export.formats` by name; `Numbers` describe single schemes in a cell.
 
 transformers and GPTQModel were run by `scripts/measure/other_readers.py` (versions in eval/readers.json): transformers 5.13 and
 5.14 load no checkpoint of compressed-tensors with packed weights, 5.23 and 5.24 give zero points a wrong shape
-(`mismatched sizes`), and every version initializes an embedding by a `weight` that a packed one has not
-(`PreTrainedModel._init_weights`). GPTQModel looks for transformers' names of tensors in memory, which the files of some
-families have; of others it loads AWQ without weights, and without a word. SGLang 0.5.23: `srt/layers/quantization`
-(`gptq/schemes/gptq_linear.py`: the kernel for what Marlin lacks is gone; `modelopt_quant.py`), `srt/models`. LMDeploy 0.18.0:
-`turbomind/converter.py` looks at `config_groups.group_0` alone, `turbomind/weight_format.py`, `turbomind/supported_models.py`;
-where TurboMind does not know the architecture, it falls back to its PyTorch engine without asking, so those are refused.
-TensorRT-LLM (snapshots of 2026): `models/quant_config_utils.py`, `docs/source/models/supported-models.md`; it looks at the bits
-and not at the type of 8-bit weights, so that INT8 would be read as FP8: that is refused.
+(`mismatched sizes`), and every version initializes an embedding by a `weight`, which a packed one does not have
+(`PreTrainedModel._init_weights`). GPTQModel looks for transformers' memory names of tensors, which the files of some families
+have; for others it silently loads AWQ without weights. SGLang 0.5.23: `srt/layers/quantization`
+(`gptq/schemes/gptq_linear.py`: the fallback kernel for Marlin was removed; `modelopt_quant.py`), `srt/models`. LMDeploy 0.18.0:
+`turbomind/converter.py` reads only `config_groups.group_0`, `turbomind/weight_format.py`, `turbomind/supported_models.py`; if
+TurboMind does not support the architecture, it silently falls back to its PyTorch engine, so such models are refused.
+TensorRT-LLM (snapshots of 2026): `models/quant_config_utils.py`, `docs/source/models/supported-models.md`; it checks the bits
+but not the type of 8-bit weights, so that it would read INT8 as FP8, which is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlmcompress.export.readers._facts import QuantizedGroup
 
 @dataclass(frozen=True)
 class Numbers:
-    """Config groups that an engine reads. An empty tuple or None allows everything, `activations=(None,)` 16 bits only."""
+    """Config groups that an engine reads. An empty tuple or None allows everything; `activations=(None,)` only 16 bits."""
 
     kind: str
     bits: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Numbers:
     packings: tuple[str, ...] = ()
 
     def holds(self, group: QuantizedGroup) -> bool:
-        """Whether a config group is one of these."""
+        """Whether a config group is among them."""
         return (
             group.kind == self.kind
             and (not self.bits or group.bits in self.bits)
@@ -52,23 +52,23 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Cell:
-    """What an engine reads of a format.
+    """The part of a format that an engine reads.
 
     Attributes:
-        text: the same in words, after "reads".
+        text: a description of it that follows "reads".
         evidence: `run: TEST OR SCRIPT` or `read: SOURCE`.
         takes: config groups that are read; empty: all.
         several: whether a checkpoint may have several schemes.
-        whole: False: several config groups are read only where none is aimed at the class `Linear`.
+        whole: False: several config groups are read only if none has the target `Linear`.
         first: the name that a sole config group must have; empty: any.
         vocabulary: whether the token embedding may be quantized.
         experts: architectures whose mixture of experts is read; None: all.
         kept_layers: whether layers of decoder blocks may be left in 16 bits.
-        needs: packages next to the engine, as pip has them.
-        instead: trait of a checkpoint (a property of `Facts`) -> packages that it needs in the place of `needs`.
-        notes: trait -> what to mind.
+        needs: packages required besides the engine, by their names for pip.
+        instead: trait of a checkpoint (a property of `LoadFacts`) -> packages that replace `needs`.
+        notes: trait -> a note for users.
         loader: traits with which only `vlmcompress.models.open_model` loads it.
-        lacking: architecture -> why it is not read, where others are.
+        lacking: architecture -> why this one is not read.
     """
 
     text: str
@@ -92,10 +92,10 @@ class EngineFormats:
     """An engine and the formats that it reads, by their names.
 
     Attributes:
-        title: its name; version: the one that the facts are of.
-        formats: format -> what is read of it, or why nothing is.
-        other: what is said of a format that is not among them, `{}` is its name.
-        architectures: those that it has; None: all of ours. `absent`: what is said of another, `{}` is its name.
+        title: its name; version: the version that the facts are for.
+        formats: format -> the part that is read, or why nothing is.
+        other: message for a format that is not among them, with `{}` for its name.
+        architectures: supported ones; None: all of ours. `absent`: message for another one, with `{}` for its name.
         reducers: `served` by our plugin, `attached` by our code, `none`, or its `own`.
     """
 

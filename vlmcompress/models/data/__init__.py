@@ -1,4 +1,4 @@
-"""Samples: images and conversations, read from where they are and turned into model inputs with the modality of each token."""
+"""Samples: images and conversations, read from data sets and converted to model inputs with the modality of each token."""
 
 # ruff: noqa: F401  # what is imported here is what the package offers
 

@@ -1,22 +1,22 @@
-"""Turn samples into model inputs and tell the modality of each token.
+"""Convert samples to model inputs and determine the modality of each token.
 
 `encode` applies the model's chat template and processor to one sample at a time and adds `modality [1, tokens]` (uint8):
 
     0  ignored: padding
     1  text of the prompt: words, template, and the marks around and between the parts of an image
     2  vision: placeholders that the model replaces with visual features
-    3  answer: where the model writes what the assistant's turns say: the token before each token of the turn, and before
-       the one that ends it
+    3 answer: tokens that predict an assistant's turn: the token before each token of the turn, and before its end token
 
-So an answer begins with the prompt's last token, from whose output its first token is read, and the token that ends it is
-text: nothing is read from it, and no engine ever runs it. With answers of a word or two this decides everything that depends on
-gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last token.
+    So an answer begins with the prompt's last token, whose output gives the answer's first token, and its end token counts as
+    text: its output is not used, and no engine ever computes it. For answers of a word or two this matters a lot for
+    everything based on gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last
+    token.
 
-A token is vision when its id is one that the model's config names for images (`ModelSpec.image_token`) or for videos, for that
-is where the model puts features. Answers are found without knowing the template: the conversation is encoded once more with
-another text in the assistant's turn, and the turn's tokens are those in which the two differ. (Leaving the turn out would be
-no good: there are templates that write other things around a question once it is answered, and processors that cut an image
-into other tiles once a later turn brings another.)
+A token is vision if its id is the one that the model's config names for images (`ModelSpec.image_token`) or videos, which the
+model replaces by features. Answers are found without knowing the template: the conversation is encoded again with another text
+in the assistant's turn, and the tokens that differ belong to the turn. (Leaving the turn out would not work: some templates
+render a question differently once it is answered, and some processors tile an image differently once a later turn adds
+another.)
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Inputs = dict[str, Tensor]
 IGNORED, TEXT, VISION, ANSWER = range(4)
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})  # inputs with what a sample shows
 MOST = 2 << 30
-"""Bytes of encoded samples that are kept; others are encoded on each access."""
+"""Most bytes of encoded samples to cache; others are encoded on each access."""
 SKIPPED = 0.1
-"""The share of samples that a model may refuse in a calibration, whatever `Reading.skip_bad` says."""
+"""The share of calibration samples that a model may always refuse, in addition to `Reading.skip_bad`."""
 
 
 def encode(
@@ -57,8 +57,8 @@ def encode(
     """Encode each sample with its answer as a batch of one: model inputs and the mask `modality [1, tokens]`.
 
     Args:
-        max_length: refuse samples of more tokens; None: of more than the model's context. Nothing is truncated, as no
-            model reads half an image.
+        max_length: refuse samples with more tokens; None: with more than the model's context. Nothing is truncated, as a model
+            cannot read half an image.
         progress: called with (label, done, total).
     """
     batches, features = [], Features(vlm)
@@ -70,7 +70,7 @@ def encode(
 
 @dataclass(frozen=True)
 class Usable:
-    """Inputs of the samples that a model takes, the numbers of these, and what was skipped: name -> why."""
+    """Inputs of the samples that a model accepts, the indices of these, and the skipped ones: name -> reason."""
 
     batches: list[Inputs]
     numbers: list[int]
@@ -86,13 +86,13 @@ def encode_usable(
     reading: Reading = PLAIN,
     progress: Progress = silent,
 ) -> Usable:
-    """Encode samples as `encode` does, without those that the model, its processor or its context does not take.
+    """Encode samples as `encode` does, skipping those that the model, its processor or its context does not accept.
 
     Args:
-        source: what messages call the place that the samples are from.
+        source: name of the samples' source in messages.
 
     Raises:
-        UserError: more than `SKIPPED` of them, and more than may be skipped, are not taken; or something is wrong with all.
+        UserError: more than `SKIPPED` of them, and more than `reading` allows, are not accepted; or all fail for one reason.
     """
     features = Features(vlm)
     usable = Usable([], [], {})
@@ -118,22 +118,22 @@ def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
 
 
 def check_placeholders(vlm: VLM) -> None:
-    """Raise `UserError` where a setting of the processor makes it write other placeholders than the model has features."""
+    """Raise `UserError` if the processor's settings give another number of placeholders than the model has features."""
     noise = torch.randint(0, 256, (200, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
-    with contextlib.suppress(BadSample):  # which says nothing about other images
+    with contextlib.suppress(BadSample):  # other images may still work
         encode_prompt(Sample("a test image", (image,), "What is shown?", origin="a test image"), vlm)
 
 
 class Features:
-    """A model's numbers of visual features, and what it raises for images that it cannot take; each shape is asked for once."""
+    """A model's numbers of visual features, or its errors for images that it cannot process; cached by shape."""
 
     def __init__(self, vlm: VLM):
         self.vlm = vlm
         self._results: dict[Any, int | str] = {}
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> int | str:
-        """The number of features that inputs bring; a text: why the model cannot take them."""
+        """The number of features for these inputs; a string: why the model cannot process them."""
         from vlmcompress import models  # which brings transformers along
 
         key = models.visual_shape(self.vlm, inputs)
@@ -153,7 +153,7 @@ def render_prompt(sample: Sample, processor: Any, *, answer: bool = False) -> st
 
 
 def chat_template(processor: Any) -> str:
-    """The template of a processor, or of its tokenizer where only that has one."""
+    """The chat template of a processor or its tokenizer. Raises `UserError` if there is none."""
     for owner in (processor, processor.tokenizer):
         template = getattr(owner, "chat_template", None)
         template = template.get("default") if isinstance(template, dict) else template
@@ -182,7 +182,7 @@ def _encode_one(sample: Sample, features: Features, max_length: int | None) -> I
 
 
 def _media(sample: Sample, processor: Any) -> Media:
-    """Decode what a sample shows, of videos the frames that the model gets."""
+    """Decode a sample's images, and the frames of its videos that the model gets."""
     if sample.videos:
         video.check_videos(processor, sample.name, bool(sample.images))
     return {"image": list(sample.images), "video": [media.frames(processor) for media in sample.videos]}
@@ -211,7 +211,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
 
 
 def _process(sample: Sample, turns: list[Turn], media: Media, vlm: VLM, *, generation: bool) -> Inputs:
-    """Model inputs of some of a sample's turns: chat template and processor, with what is shown in the order of the turns."""
+    """Model inputs of some of a sample's turns: chat template and processor, with media in the order of the turns."""
     processor = vlm.processor
     _render(sample, turns, processor, generation=generation)
     rest = {"image": iter(media["image"]), "video": (frames for frames, _ in media["video"])}
@@ -241,7 +241,7 @@ def _process(sample: Sample, turns: list[Turn], media: Media, vlm: VLM, *, gener
 
 
 def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
-    """Check that ids are those of rows of the embedding, and that there are as many placeholders as visual features."""
+    """Check that all ids have a row in the embedding, and that there are as many placeholders as visual features."""
     vlm, ids = features.vlm, inputs["input_ids"]
     visual = _visual(ids, vlm)
     placeholders, pictures = int(visual.sum()), len(sample.images) + len(sample.videos)
@@ -282,7 +282,7 @@ def _wrong_settings(vlm: VLM) -> str | None:
 
 
 def _image_token_remedy(ids: Tensor, vlm: VLM) -> str:
-    """What to do about a prompt with an image in which the placeholder that config.json names does not occur."""
+    """Advice for a prompt with an image but without the placeholder that config.json names."""
     key, expected = vlm.spec.image_token, _image_token_id(vlm)
     for owner in (vlm.processor.tokenizer, vlm.processor):
         token = getattr(owner, "image_token_id", None)
@@ -343,7 +343,7 @@ def _end_ids(vlm: VLM) -> set[int]:
 
 
 def _visual(ids: Tensor, vlm: VLM) -> Tensor:
-    """Where ids stand for features of images or videos."""
+    """Mask of the ids that are placeholders of images or videos."""
     video_ids = [getattr(vlm.model.config, name, None) for name in ("video_token_id", "video_token_index")]
     return torch.isin(ids, ids.new_tensor([_image_token_id(vlm), *filter(None, video_ids)]))
 
@@ -353,11 +353,11 @@ def _image_token_id(vlm: VLM) -> int:
 
 
 class Encoded(Sequence[Inputs]):
-    """The inputs of samples, as `encode` makes them, encoded on access, as those of a long run do not all fit into memory.
+    """A sequence of samples' inputs as from `encode`, encoded on access, as a long run's inputs may not fit into memory.
 
     Args:
         max_length: see `encode`.
-        most: bytes of inputs that are kept in memory.
+        most: most bytes of inputs to cache in memory.
     """
 
     def __init__(self, samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, most: int = MOST) -> None:

@@ -1,16 +1,15 @@
-"""Rows of public data sets, whose columns have names of their own, as rows of the columns that `samples` reads.
+"""Convert rows of public data sets, with their various column names, to the columns that `samples` reads.
 
-What a row is asked and answered is looked for in this order:
+Question and answer are looked for in this order:
 
     messages, conversations      turns in OpenAI's, LLaVA's or ShareGPT's style
-    a question (`QUESTIONS`)     with an answer (`ANSWERS`), one or a list of several people's: ChartQA, DocVQA, TextVQA, VQAv2
-    texts                        pairs `{"user": ..., "assistant": ...}`: the_cauldron
-    prompt, completion (chosen)  TRL, as texts or as turns
-    a caption (`CAPTIONS`)       next to an image, in a table without questions: flickr30k, COCO
-    nothing                      in a table of images alone; `sources` gives each of them a prompt
+    a question (`QUESTIONS`) with an answer (`ANSWERS`), one or a list from several people: ChartQA, DocVQA, TextVQA, VQAv2
+    texts pairs `{"user": ..., "assistant": ...}`: the_cauldron prompt, completion (chosen) TRL, as texts or as turns a caption
+    (`CAPTIONS`) next to an image, in a table without questions: flickr30k, COCO nothing in a table of images alone; `sources`
+    gives each of them a prompt
 
 Images are in a column of `IMAGES`, or in `image_1`, `image_2`, ... (MMMU), where `<image 2>` in a text says which one it shows.
-Names count in any case. What `columns` names is read from there and nowhere else.
+Names are case-insensitive. A field in `columns` is read from that column only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from vlmcompress.utils.errors import did_you_mean
 
 FIELDS = ("image", "video", "question", "answer", "messages", "id", "family")
-"""What `columns` can name a column for."""
+"""Fields for which `columns` can name a column."""
 IMAGES = (
     *("decoded_image", "images", "image", "img", "imgs", "picture", "pictures", "photo", "photos"),
     *("image_path", "image_paths", "img_path", "image_file", "image_filename", "file_name", "filename", "image_url"),
@@ -38,11 +37,11 @@ TURNS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "query", "problem", "instruction")
 ANSWERS = ("answer", "multiple_choice_answer", "answers", "label", "labels", "response", "output", "solution")
 TEXTS = ("label", "labels", "response", "output", "solution")
-"""Those of `ANSWERS` that are answers only where they hold texts: numbers are classes."""
+"""Columns of `ANSWERS` that hold answers only if their values are text: numbers are class labels."""
 COMPLETIONS = ("completion", "chosen")
 CAPTIONS = ("caption", "captions", "text")
 CAPTIONED = "What is shown in this image?"
-"""What a caption answers."""
+"""The question for a row whose answer is a caption."""
 _NUMBERED = re.compile(r"image_?(\d+)", re.IGNORECASE)
 _NUMBERED_MARK = re.compile(r"<image (\d+)>")
 _ALL = {
@@ -60,20 +59,20 @@ _ALL = {
     "input",
 }
 _MEDIA_COLUMN = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
-"""How a column's name begins that holds what is to be seen, under a name that is not read."""
+"""Prefixes of names of columns that probably hold images or videos but are not read."""
 Row = dict[str, Any]
 
 
 def read_of(names: Collection[str], columns: Mapping[str, str]) -> list[str]:
-    """Those of a table's columns that samples are made of, in their order."""
+    """The columns of a table that are read, in the table's order."""
     return [n for n in names if n.lower() in _ALL or _NUMBERED.fullmatch(n) or n in columns.values()]
 
 
 def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bool) -> str | None:
-    """Why no sample can be made of a table with these columns; None: they can.
+    """Why a table with these columns gives no samples; None if it does.
 
     Args:
-        text: the samples are to be of text alone.
+        text: whether samples are text only.
     """
     lower, listed = {name.lower() for name in names}, ", ".join(sorted(names)) or "none"
     for field, column in columns.items():
@@ -100,7 +99,7 @@ def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bo
 
 
 def prompted(names: Collection[str], columns: Mapping[str, str]) -> str | None:
-    """What stands for the questions of a table of images that has none: "captions" or "prompts"; None: it has questions."""
+    """What replaces the questions of a table of images without any: "captions" or "prompts"; None: it has questions."""
     lower = {name.lower() for name in names}
     if {*TURNS, *QUESTIONS, "texts", "prompt"} & lower or {"question", "messages"} & set(columns):
         return None
@@ -119,14 +118,14 @@ def standard_row(row: Row, columns: Mapping[str, str], question: str | None = No
 
     Args:
         columns: field (of `FIELDS`) -> the column that it is read from.
-        question: the question of a row that has none.
+        question: the question for a row without one.
 
-    `references` are the answers of a row that has several, of which `answer` is the most frequent (the first among equals).
+    For a row with several answers `references` holds them all, and `answer` is the most frequent (the first among equals).
     """
     rest = {str(key).lower(): value for key, value in row.items() if key not in columns.values()}
 
     def first(field: str, names: Sequence[str]) -> Any:
-        """The value of a field: of the column that `columns` names, or else of the first of `names` that has one."""
+        """The value of a field: from the column in `columns`, otherwise from the first of `names` that has one."""
         if field in columns:
             return row.get(columns[field])
         values = (
@@ -183,13 +182,13 @@ def _answered(value: Any, captions: bool = False) -> Row:
     if not value:
         return {"answer": None}
     if not texts:
-        return {"answer": value}  # which `samples` refuses by its type
+        return {"answer": value}  # `samples` refuses it by its type
     best = texts[0] if captions else Counter(texts).most_common(1)[0][0]
     return {"answer": best, "references": tuple(dict.fromkeys(texts))}
 
 
 def _paired(texts: Any) -> Any:
-    """The turns of the_cauldron's `texts`; anything else as it is, for `samples` to refuse."""
+    """The turns of the_cauldron's `texts`; other values unchanged, for `samples` to refuse."""
     if not isinstance(texts, list) or not all(isinstance(pair, Mapping) and "user" in pair for pair in texts):
         return texts
     return [
@@ -201,14 +200,14 @@ def _paired(texts: Any) -> Any:
 
 
 def _completed(prompt: Any, completion: Any) -> Any:
-    """The turns of TRL's `prompt` with those, or the text, of its `completion`."""
+    """The turns of TRL's `prompt` followed by its `completion`, which may be turns or text."""
     if isinstance(prompt, list) and isinstance(completion, str):
         return [*prompt, {"role": "assistant", "content": completion}]
     return prompt + completion if isinstance(prompt, list) and isinstance(completion, list) else prompt
 
 
 def _numbered(row: Row, images: Mapping[int, Any], options: Any) -> Row:
-    """The columns of a row whose images have numbers, which `<image 2>` in its question or options names."""
+    """The columns of a row with numbered images, to which `<image 2>` in its question or options refers."""
     text = row.get("question")
     if not isinstance(text, str) or row.get("messages") is not None or row.get("conversations") is not None:
         return {"images": [images[number] for number in sorted(images)]}

@@ -1,7 +1,7 @@
-"""Facts about calibration data for the manifest: enough to tell whether two runs saw the same data.
+"""Facts about calibration data for the manifest: enough to check whether two runs used the same data.
 
-The hash covers what the model sees, decoded pixels and texts in order (of a video the file), and nothing about where they were
-stored: moving the folder, or converting PNG to lossless WebP, leaves it as it is.
+The hash covers what the model sees, decoded pixels and texts in order (for a video the file), and not where they are stored:
+moving the folder, or converting PNG to lossless WebP, does not change it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def provenance(
 
     Args:
         samples: the samples with images, from `load_samples`.
-        batches: all samples as `encode` made them, those of text alone included.
-        source: where the samples came from; the last part of the path is kept, or an id on the Hub with its commit.
+        batches: all samples from `encode`, including text-only ones.
+        source: where the samples came from; the last part of the path is recorded, or an id on the Hub with its commit.
         seed: the seed by which the samples were chosen.
         processor: the processor whose chat template's hash is recorded.
-        text: the mixed-in samples of text alone, and where they came from; `sha256` does not cover them.
-        requested: how many samples the recipe asks for; recorded where there are fewer.
-        skipped: samples that were left out: name -> why.
+        text: the additional text-only samples and their source; `sha256` does not cover them.
+        requested: number of samples in the recipe; recorded if there are fewer.
+        skipped: samples that were left out: name -> reason.
 
-    In the result `images` counts different images (and `videos`, where there are some, videos), whatever the number of samples
-    that show each; `prompts` counts the samples whose question is one of ours, as the data had none.
+    In the result `images` is the number of distinct images (and `videos`, if there are any, that of videos); `prompts` is the
+    number of samples whose question is a default prompt, as the data had none.
     """
     sha256, images = _hashed(samples)
     facts: dict[str, Any] = {
@@ -74,7 +74,7 @@ def provenance(
 
 
 def data_notes(facts: dict[str, Any]) -> list[str]:
-    """Notes for the user about the data that `provenance` described, a line each."""
+    """Notes for the user about data described by `provenance`, one line each."""
     lines = []
     if "asked" in facts:
         lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
@@ -87,12 +87,12 @@ def data_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def skipped_notes(facts: Mapping[str, Any]) -> list[str]:
-    """The notes about samples that were skipped, a line each; of many the first ones."""
+    """Notes about skipped samples, one line each; only the first ones of many."""
     return skipped_lines(facts.get("skipped", {}))
 
 
 def unseen(facts: Mapping[str, Any]) -> list[str]:
-    """The note about data without any image or video; empty for data with one."""
+    """A note if the data have no image or video; empty otherwise."""
     if facts["images"] or facts.get("videos"):
         return []
     return [f"no sample of {facts['source']} shows an image, so the model is calibrated on text alone; name images"]
@@ -118,7 +118,7 @@ def data_hash(samples: Sequence[Sample]) -> str:
 
 
 def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
-    """`data_hash`, and the number of images that differ in size or pixels."""
+    """`data_hash`, and the number of distinct images (by size and pixels)."""
     digest, images = hashlib.sha256(), set()
     for sample in samples:
         text = json.dumps(sample.conversation(), sort_keys=True).encode()

@@ -1,18 +1,18 @@
-"""Read one row of a data set, in any of several dialects, as one `Sample`, whose images are opened as 8-bit RGB.
+"""Read one row of a data set, in any of several formats, as a `Sample`, whose images are opened as 8-bit RGB.
 
-Columns (to which `layouts` brings those of public data sets): `image` (or `images`): nothing, a path, bytes, base64, `{"bytes":
-..., "path": ...}` as the `datasets` library stores an image, or a list of those. `video` (or `videos`, a list): the same of a
+Columns (`layouts` converts those of public data sets): `image` (or `images`): nothing, a path, bytes, base64, `{"bytes": ...,
+"path": ...}` as the `datasets` library stores an image, or a list of those. `video` (or `videos`, a list): the same of a
 video's file, or a list of images, its frames. `question` and, if known, `answer`; or `messages` in OpenAI's style; or
 `conversations` as LLaVA and ShareGPT have them, turns `{"from": "human", "value": ...}`. Optional `id`, `family`.
 
-Which image or video goes where: a content part that brings it shows that one; a part without takes the column's next. Where no
-part does so, the column's images take the places of the `<image>` marks in the texts (videos: `<video>`), as LLaVA's data has
-them, if there is one mark for each; otherwise they come first.
+Which image or video goes where: a content part with a source shows that one; a part without one takes the column's next. If
+there are no such parts, the column's images replace the `<image>` marks in the texts (videos: `<video>`), as in LLaVA's data,
+if there are as many marks; otherwise they come first.
 
-Files are not trusted. The model gets what a viewer would show: EXIF rotation is applied, transparency is laid on white;
-palettes, CMYK, grayscale and 16 bits per channel are converted (Pillow clips 16-bit gray to white where it should scale).
-An animation gives its first frame. The size in the header is checked before any pixel is decoded, so a decompression bomb
-costs nothing. An image that cannot be decoded is a `BadSample` that names it: leaving it out would change the data.
+Files are not trusted. The model gets what a viewer would show: EXIF rotation is applied, transparency is composited on white;
+palettes, CMYK, grayscale and 16 bits per channel are converted (Pillow would clip 16-bit gray to white instead of scaling it).
+Of an animation the first frame is used. The size in the header is checked before any pixel is decoded, so decompression bombs
+do no harm. An image that cannot be decoded raises a `BadSample` that names it: leaving it out would change the data.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ MARK = "<image>"
 ROLES = ("system", "developer", "user", "assistant")
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
 Part = dict[str, Any]  # {"type": "text", "text": ...}, {"type": "image"} or "video", with a "source" while reading
-MAX_PIXELS = 178_956_970  # the number at which Pillow, by default, refuses
+MAX_PIXELS = 178_956_970  # Pillow's default limit
 MAX_BYTES = 1 << 30
-"""The most bytes in an image's file: what the pixels of the largest image take with 16 bits per channel."""
+"""Most bytes of an image file: the size of the largest image's pixels with 16 bits per channel."""
 SUFFIXES = frozenset(IMAGES)
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"\x1aE\xdf\xa3")
-"""What files of images and videos begin with; MP4 and its kin have `ftyp` four bytes later."""
+"""First bytes of image and video files; MP4 and related formats have `ftyp` at offset 4."""
 _PILLOW_LIMIT = threading.Lock()
 
 
 class LazyImages(Sequence[Image.Image]):
-    """Images that are decoded on each access, so that a list of samples takes no more memory than their files.
+    """Images that are decoded on each access, so that a list of samples takes only the memory of their files.
 
     Args:
         sources: encoded bytes or a path, per image.
@@ -75,7 +75,7 @@ class LazyImages(Sequence[Image.Image]):
         return open_image(self._sources[index], self._name(index))
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Width and height of each image in its file, before it is turned as EXIF says; nothing is decoded."""
+        """Width and height of each image as stored, before EXIF rotation; nothing is decoded."""
         sizes = []
         for index, source in enumerate(self._sources):
             with _opened(*_content(source, self._name(index))) as image:
@@ -83,7 +83,7 @@ class LazyImages(Sequence[Image.Image]):
         return sizes
 
     def check(self, decode: bool = True) -> int:
-        """Open, or with `decode` decode, all images; returns the bytes of their files. BadSample: one can't be."""
+        """Open all images, or with `decode` decode them; returns the bytes of their files. Raises BadSample if one fails."""
         size = 0
         for index, source in enumerate(self._sources):
             what, data = _content(source, self._name(index))
@@ -104,14 +104,14 @@ def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) 
 
     Args:
         source: encoded bytes, or the path of a file.
-        origin: what error messages call it.
-        max_pixels: refuse an image whose header says it has more.
+        origin: its name in error messages.
+        max_pixels: refuse an image with more pixels according to its header.
     """
     return _decoded(*_content(source, origin), max_pixels)
 
 
 def _content(source: bytes | Path, origin: str) -> tuple[str, bytes]:
-    """What messages call an image, and its encoded bytes."""
+    """An image's name in messages, and its encoded bytes."""
     what = f"{origin}: image" if isinstance(source, bytes) else f"{origin}: image '{source}'"
     data = source if isinstance(source, bytes) else _read(source, what)
     if not data:
@@ -120,7 +120,7 @@ def _content(source: bytes | Path, origin: str) -> tuple[str, bytes]:
 
 
 def _opened(what: str, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image of which no pixel is decoded yet."""
+    """Open an image without decoding pixels."""
     try:
         with _no_pillow_limit():
             image = Image.open(io.BytesIO(data))
@@ -159,7 +159,7 @@ def from_reference(text: str, folder: Path, origin: str, kind: str = "image") ->
     try:
         if "\0" not in text and path.exists():
             return path
-    except OSError:  # no file can have such a name
+    except OSError:  # not a possible file name
         pass
     if (data := _plain_base64(text)) is not None:
         return data
@@ -170,7 +170,7 @@ def from_reference(text: str, folder: Path, origin: str, kind: str = "image") ->
 
 
 def _plain_base64(text: str) -> bytes | None:
-    """The file that a text is in base64; None where it is no file of an image or a video."""
+    """The bytes of a base64 text; None if they are not an image or video file."""
     try:
         data = base64.b64decode("".join(text.split()), validate=True)
     except (ValueError, binascii.Error):
@@ -210,7 +210,7 @@ def _no_pillow_limit() -> Iterator[None]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith(("I", "F")):  # more than 8 bits per pixel in one channel
+    if image.mode.startswith(("I", "F")):  # more than 8 bits per channel
         full = 65535.0 if image.mode.startswith("I;16") else None
         return Image.fromarray(_to_8_bit(np.asarray(image), full)).convert("RGB")
     if image.mode == "La":
@@ -232,7 +232,7 @@ def _to_8_bit(values: np.ndarray, full: float | None) -> np.ndarray:
         limits = (1.0, 255.0, 65535.0) if fractions else (255.0, 65535.0)
         full = next((limit for limit in limits if top <= limit), top)
     gray = np.empty(values.shape, np.uint8)
-    for row, line in enumerate(values):  # one by one, as the whole in float64 takes eight times the image's bytes
+    for row, line in enumerate(values):  # row by row, as float64 takes eight times the image's bytes
         gray[row] = np.clip(np.rint(line.astype(np.float64) * (255.0 / full)), 0, 255)
     return gray
 
@@ -250,10 +250,10 @@ class Sample:
         messages: all turns before the answer, for transformers' chat templates: each `content` is a list of
             `{"type": "image"}`, `{"type": "video"}` and `{"type": "text", "text": ...}`. None: the images, then the question.
         origin: where it was read, e.g. `data.jsonl line 3`, for messages to the user.
-        prompted: whether the question is one of ours, as the data have none.
+        prompted: whether the question is a default prompt, as the data have none.
         videos: in the order in which the conversation shows them.
-        references: the answers of several people, among them `answer`; empty where the data have one.
-        row_id: the id in the data; None where they have none.
+        references: several people's answers, including `answer`; empty if the data have one answer.
+        row_id: the id in the data; None if there is none.
     """
 
     id: str
@@ -270,12 +270,12 @@ class Sample:
 
     @property
     def visual(self) -> bool:
-        """Whether there is something to be seen."""
+        """Whether it has images or videos."""
         return bool(self.images or self.videos)
 
     @property
     def name(self) -> str:
-        """The sample's name in messages: its origin, or else its id."""
+        """The sample's name in messages: its origin or, without one, its id."""
         return self.origin or f"sample '{self.id}'"
 
     def prompt(self) -> list[dict[str, Any]]:
@@ -298,8 +298,11 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
     Args:
         row: column -> value.
         identity: the sample's id.
-        origin: what messages call the row.
-        folder: where relative image paths start.
+        origin: the row's name in messages.
+        folder: base of relative image paths.
+
+            Raises:
+            BadSample: the row is malformed, or one of its files cannot be read.
     """
     value = row.get("images") if row.get("images") is not None else row.get("image")
     values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
@@ -341,7 +344,7 @@ def _text(text: str) -> Part:
 
 
 def _encodable(text: str) -> bool:
-    """Whether a text can be written as UTF-8. JSON can name halves of surrogate pairs, and file names can be any bytes."""
+    """Whether a text can be written as UTF-8. JSON can encode lone surrogates, and file names can be any bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -447,7 +450,7 @@ def media_source(value: Any, folder: Path, origin: str, kind: str = "image") -> 
 
 
 def _bind(turns: list[dict[str, Any]], column: Sequence[Any], origin: str, kind: str = "image") -> None:
-    """Assign the images or videos of a row's column to the parts without a source; add such parts if there are none."""
+    """Assign a row's images or videos to the parts without a source; add parts if there are none. BadSample if too few."""
     waiting = [p for turn in turns for p in turn["content"] if p["type"] == kind and p["source"] is None]
     if column and not waiting:
         waiting = _make_places(turns, len(column), kind)
@@ -460,7 +463,8 @@ def _bind(turns: list[dict[str, Any]], column: Sequence[Any], origin: str, kind:
 
 
 def _make_places(turns: list[dict[str, Any]], count: int, kind: str) -> list[Part]:
-    """Add `count` parts of a kind: at its marks (`<image>`) if there are that many, else first in the first user turn."""
+    """Add `count` parts of a kind: at its marks (`<image>`) if there are that many, else at the start of the first user
+    turn."""
     mark = MARK.replace("image", kind)
     prompts = [turn for turn in turns if turn["role"] != "assistant"]
     marks = sum(part["text"].count(mark) for turn in prompts for part in turn["content"] if part["type"] == "text")
@@ -478,7 +482,7 @@ def _make_places(turns: list[dict[str, Any]], count: int, kind: str) -> list[Par
                 parts += [next(rest)] if index else []
                 if isinstance(piece, dict):
                     parts.append(piece)
-                elif text := piece.strip("\n"):  # a line break next to a mark belongs to the mark
+                elif text := piece.strip("\n"):  # a line break next to a mark is part of the mark
                     parts.append(_text(text))
         turn["content"] = parts
     return places

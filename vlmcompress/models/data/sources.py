@@ -1,11 +1,11 @@
 """Read calibration or evaluation samples from a folder of images, JSON lines, parquet, a saved data set, or the Hub.
 
-Selection: of the rows, the `samples` with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the
-data the choice does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without
-`id` uses its number (a file in a folder by its path within it), a repeated id by id and number.
+Selection: the `samples` rows with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the data the choice
+    does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without `id` uses its number
+    (a file in a folder its relative path), a repeated id is combined with the number.
 
-Only chosen rows have their images decoded. A row that cannot be used is never left out silently: all of them are named, in one
-error or, as far as `Reading.skip_bad` goes, in notes; then the next rows of the choice take their places.
+Only images of chosen rows are decoded. Unusable rows are never left out silently: all are listed in one error or, within the
+limit of `Reading.skip_bad`, in notes; then the next rows in the order replace them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PROMPTS = (
     "Is this a photo, a drawing, a chart or a document? Explain how you can tell.",
 )
 LINE = 64 << 20
-"""The most characters of a line of JSON: some images in base64."""
+"""Most characters of a line of JSON: room for some images in base64."""
 DECODED = 64 << 20
-"""Bytes of image files that a preview decodes; of others it reads the headers."""
-_LARGE = 256 << 20  # bytes of JSON that take some seconds to read
-_FIRST = 8  # rows that a preview reads of a table with images in it
-_NAMED = 20  # bad rows that a message or notes name
+"""Most bytes of image files that a preview decodes; of further ones it reads headers only."""
+_LARGE = 256 << 20  # bytes of JSON beyond which reading takes seconds
+_FIRST = 8  # rows that a preview reads from a table that contains images
+_NAMED = 20  # most bad rows that a message lists
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reading:
 
     Attributes:
         columns: field (of `layouts.FIELDS`) -> the column that it is read from.
-        skip_bad: how many of the rows may be skipped as they cannot be used: below 1 a share, else a number.
+        skip_bad: how many unusable rows may be skipped: below 1 a share, else a number.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -61,20 +61,20 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Any) -> Reading:
-        """The reading that the `calibrate` settings of a recipe ask for."""
+        """The reading for a recipe's `calibrate` settings."""
         return cls(settings.columns, settings.skip_bad)
 
     def allows(self, bad: int, total: int) -> bool:
-        """Whether so many bad rows of so many may be skipped."""
+        """Whether `bad` of `total` rows may be skipped."""
         return bad <= (self.skip_bad * total if self.skip_bad < 1 else self.skip_bad)
 
 
 PLAIN = Reading()
-"""Columns by their common names, and no bad row."""
+"""The default: columns by their common names, and no bad row allowed."""
 
 
 class Samples(list[Sample]):
-    """Samples, and the rows that were skipped: the row's name -> why."""
+    """A list of samples with the `skipped` rows: the row's name -> reason."""
 
     def __init__(self, samples: Iterable[Sample] = (), skipped: Mapping[str, str] | None = None):
         super().__init__(samples)
@@ -91,9 +91,9 @@ class _Table:
     ids: list[Any]  # one per row; None where the data has none
     rows: Callable[[list[int]], list[dict[str, Any]]]  # indices, ascending -> those rows
     row_name: Callable[[int], str]
-    prompted: bool = False  # whether the questions are some of `PROMPTS`
-    captioned: bool = False  # whether they are about captions, `layouts.CAPTIONED`
-    broken: Mapping[int, str] = field(default_factory=dict)  # index of what is no row -> why
+    prompted: bool = False  # whether questions come from `PROMPTS`
+    captioned: bool = False  # whether the question is `layouts.CAPTIONED`
+    broken: Mapping[int, str] = field(default_factory=dict)  # index of an entry that is not a row -> reason
 
     @cached_property
     def identities(self) -> list[str]:
@@ -101,7 +101,7 @@ class _Table:
         return _unique(self.ids)
 
     def prompt(self, index: int) -> str | None:
-        """Our question for a row; None where the data have questions."""
+        """The default question for a row; None if the data have questions."""
         if not self.prompted:
             return None
         if self.captioned:
@@ -124,11 +124,14 @@ def load_samples(
     Args:
         source: folder of images, `.jsonl` / `.json` / `.parquet` file, folder written by `Dataset.save_to_disk`, or an id on
             the Hub (see `hub.local`).
-        samples: how many to take; all where there are fewer. None: all, in the source's order.
-        seed: decides which samples are chosen, as the module says.
-        check_images: decode the images of the chosen rows now, so that a broken one is named before a long run.
-        text: no sample may have an image; a column `text` stands for a question where there is none.
-        answered: each sample must have an answer.
+        samples: how many to take; all if there are fewer. None: all, in the source's order.
+        seed: determines which samples are chosen (see the module).
+        check_images: decode the images of the chosen rows now, so that broken ones are reported before a long run.
+        text: samples must be text only; a column `text` can replace the question.
+        answered: every sample must have an answer.
+
+            Raises:
+            UserError: the source is missing or unreadable, or more rows are bad than `reading` allows.
     """
     path = hub.local(source, "dataset")
     table = _open(path, reading.columns, text, answered)
@@ -145,8 +148,8 @@ class Preview:
 
     Attributes:
         count: number of samples.
-        samples: the first of them; all where rows can be read without images.
-        decoded: how many samples had their images decoded; of others that have some the headers alone were read.
+        samples: the first of them; all if rows can be read without their images.
+        decoded: number of samples whose images were decoded; of other images only the headers were read.
     """
 
     count: int
@@ -160,7 +163,7 @@ class Preview:
 
     @property
     def text(self) -> str:
-        """How much of the data was read."""
+        """A phrase for how much of the data was read."""
         if not self.whole:
             return f"the first {len(self.samples)} rows were read"
         pictured = sum(bool(sample.images) for sample in self.samples)
@@ -171,13 +174,13 @@ class Preview:
 def preview(
     source: str | Path, *, samples: int, seed: int, text: bool = False, reading: Reading = PLAIN
 ) -> Preview | None:
-    """Read rows as `load_samples` does and open their images; `DECODED` bytes of them are decoded.
+    """Read rows as `load_samples` does and open their images; at most `DECODED` bytes of them are decoded.
 
-    Of tables that hold the images themselves only the first rows are read. None: the data would have to be fetched, or are JSON
-    of more than `_LARGE` bytes.
+    From tables that contain the images only the first rows are read. Returns None if the data would have to be downloaded, or
+    are JSON of more than `_LARGE` bytes.
 
     Raises:
-        UserError: as `load_samples`, as far as it was looked.
+        UserError: as for `load_samples`, for the rows that were read.
     """
     if hub.parse_repository(source, "dataset") is not None:
         return None
@@ -200,7 +203,7 @@ def preview(
 
 
 def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
-    """The numbers of all rows in the order in which they are taken: that of hashes, or the table's if `samples` is None."""
+    """The numbers of all rows in order of their hashes, or in the table's order if `samples` is None."""
     if samples is not None and samples < 1:
         raise UserError(f"samples is {samples}; take at least 1")
     if not table.ids:
@@ -215,7 +218,7 @@ def _check(sample: Sample, decode: bool = True) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table as samples; see `load_samples`. `look` raises `UserError` for a sample whose images are bad."""
+    """The rows of a table as samples; see `load_samples`. `look` checks a sample's images and raises `UserError`."""
 
     table: _Table
     reading: Reading
@@ -224,10 +227,10 @@ class _Rows:
     look: Callable[[Sample], Any]
 
     def chosen(self, order: list[int], samples: int | None) -> Samples:
-        """The first `samples` usable ones in an order of rows, or all.
+        """The first `samples` usable rows in the given order, or all.
 
         Raises:
-            UserError: more of them are bad than may be skipped; it names them in the order of the table.
+            UserError: more rows are bad than allowed; the message lists them in the table's order.
         """
         bad = dict(self.table.broken)
         good: dict[int, Sample] = {}
@@ -240,9 +243,9 @@ class _Rows:
                 try:
                     good[index] = self._sample(index, rows[index])
                 except UserError as error:
-                    bad[index] = " ".join(str(error).split())  # which may quote the row
+                    bad[index] = " ".join(str(error).split())  # the message may quote the row
         total = len(good) + len(bad)
-        if bad and not self.reading.allows(len(bad), total):  # whoever mends rows is to know of bad images as well
+        if bad and not self.reading.allows(len(bad), total):  # so that one message lists bad rows and bad images
             late = undecodable(good.values())
             bad |= {index: late[sample.name] for index, sample in good.items() if sample.name in late}
         if bad:
@@ -273,7 +276,7 @@ class _Rows:
 
 
 def undecodable(samples: Iterable[Sample]) -> dict[str, str]:
-    """Those of some samples that have an image which cannot be decoded: name -> why."""
+    """Samples with an image that cannot be decoded: name -> reason."""
     bad = {}
     for sample in samples:
         try:
@@ -284,12 +287,12 @@ def undecodable(samples: Iterable[Sample]) -> dict[str, str]:
 
 
 def bad_samples_message(source: str, bad: Mapping[str, str], total: int, skip_bad: float = 0) -> str:
-    """The message that samples of a source cannot be used.
+    """Format the message that samples of a source cannot be used.
 
     Args:
-        bad: name of each -> the message about it, which begins with the name.
-        total: how many there are, with them.
-        skip_bad: what may be skipped, see `Reading`.
+        bad: name of each bad sample -> its message, which begins with the name.
+        total: number of samples, including bad ones.
+        skip_bad: see `Reading`.
     """
     lines = list(bad.values())
     if len(lines) == 1 and not skip_bad:
@@ -309,13 +312,13 @@ def bad_samples_message(source: str, bad: Mapping[str, str], total: int, skip_ba
 
 
 def skipped_lines(bad: Mapping[str, str]) -> list[str]:
-    """Notes about samples that are skipped; arguments as of `bad_samples_message`."""
+    """Notes about skipped samples; `bad` as in `bad_samples_message`."""
     lines = [f"skipped: {line.removesuffix('; drop it')}" for line in bad.values()]
     return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"skipped: {len(lines) - _NAMED} others"]
 
 
 def bundled_data(model_path: str | Path, split: str) -> Path | None:
-    """The data that ships next to a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
+    """The data bundled with a demo model: `<model>/../data/<what follows demo- in its name>/<split>.parquet`."""
     model = Path(model_path).resolve()
     if not model.name.startswith("demo-"):
         return None
@@ -339,7 +342,7 @@ def _unique(ids: list[Any]) -> list[str]:
 
 
 def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: bool = False) -> _Table:
-    """Open the data in `path` as a table with the columns that samples are made of."""
+    """Open the data in `path` as a table, and check that it has the columns for samples."""
     table = _read(path, columns, answered)
     if table.prompted and answered:
         raise UserError(
@@ -375,7 +378,7 @@ def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
 
 
 def refuse_missing(path: Path, answered: bool = False) -> None:
-    """Raise `UserError` if nothing exists at `path`. `answered`: a folder of images, which has no answers, would not do."""
+    """Raise `UserError` if `path` does not exist. `answered`: whether data with answers are needed, for the message."""
     if not path.exists():
         what = "a .jsonl or .parquet file with answers" if answered else "a folder of images, a .jsonl or .parquet file"
         raise UserError(f"{path} does not exist; give {what}, or a data set")
@@ -408,7 +411,7 @@ def _folder(path: Path) -> _Table:
 
 
 def _printable(name: str) -> str:
-    """A name in which bytes that are no UTF-8, which file names may have, stand as text."""
+    """A file name with bytes that are not UTF-8 escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -516,7 +519,7 @@ def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:
         ) from error
     try:
         data = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever arrow, json or the library raise on a damaged folder
+    except Exception as error:  # arrow, json and the library raise many types on a damaged folder
         raise UserError(f"{path} is not a readable saved data set ({error_text(error)})") from error
     if isinstance(data, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(sorted(data))}; name one, e.g. {path / sorted(data)[0]}")
@@ -533,7 +536,7 @@ def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:
-    """A `datasets` feature that gives the file of an image or video instead of its pixels, which are decoded later."""
+    """A `datasets` feature that returns an image's or video's file instead of its pixels, which are decoded later."""
     if isinstance(feature, datasets.Image | datasets.Video):
         return type(feature)(decode=False)
     if isinstance(feature, datasets.List):
@@ -546,8 +549,8 @@ def load_mixed(
 ) -> tuple[Samples, Samples]:
     """Load `samples` samples of `source`; or, if `text` names a file of samples without images, half from each.
 
-    LUQ (arXiv 2509.23729) mixes as many text tokens as multimodal ones. Here the numbers of samples are equal, so that
-    images stay whole. `reading.columns` are those of `source`.
+    LUQ (arXiv 2509.23729) mixes equal numbers of text tokens and multimodal tokens. Here the numbers of samples are equal, so
+    that no image is cut. `reading.columns` apply to `source`.
     """
     if text is None:
         return load_samples(source, samples=samples, seed=seed, reading=reading), Samples()

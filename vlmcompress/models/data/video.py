@@ -1,12 +1,12 @@
-"""Videos of samples, whose frames are decoded when a processor has said which of them the model gets.
+"""Videos of samples, whose frames are decoded once the processor has selected those that the model gets.
 
-A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. One that has
-neither is used as vLLM 0.32 does (`multimodal/video.py`): where it has bounds for their number, as in Qwen2-VL and Qwen2.5-VL,
-by its rule at 2 a second, which is Qwen's own rate; else (LLaVA-OneVision, InternVL) it gets 32 at equal distances, or all of
-a shorter video. A list of images is a video that somebody has sampled already, and all of it is shown. Sizes are the
-processor's affair.
+A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. For one with
+neither, frames are chosen as in vLLM 0.32 (`multimodal/video.py`): if it has bounds for their number, as in Qwen2-VL and
+Qwen2.5-VL, by its rule at 2 a second, Qwen's own rate; otherwise (LLaVA-OneVision, InternVL) 32 at equal distances, or all of
+a shorter video. A list of images is a video that has been sampled already, and all of it is used. The processor determines the
+size of frames.
 
-Files are decoded by OpenCV, vLLM's default as well, through `transformers.video_utils.load_video`.
+Files are decoded by OpenCV, as in vLLM by default, through `transformers.video_utils.load_video`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vlmcompress.utils.errors import BadSample, UserError
 from vlmcompress.utils.messages import error_text
 
 RATE, FRAMES = 2.0, 32
-"""Frames of a second, or of a whole video, where the model's processor names neither: as in vLLM."""
+"""Frames per second, or per video, for processors that specify neither; as in vLLM."""
 MOST = 4 << 30
-"""The most bytes that a video's chosen frames may take."""
+"""Most bytes of a video's selected frames."""
 
 
 def check_videos(processor: Any, name: str, images: bool) -> None:
-    """Raise `BadSample` where a model's processor takes no videos, or none next to images.
+    """Raise `BadSample` if a model's processor takes no videos, or none together with images.
 
     Args:
-        name: what messages call the sample that shows one.
-        images: whether it shows images, too.
+        name: the sample's name in messages.
+        images: whether the sample also has images.
     """
     kind, video_processor = type(processor).__name__, getattr(processor, "video_processor", None)
     if video_processor is None or not getattr(processor, "video_token", None):
@@ -51,7 +51,7 @@ def check_videos(processor: Any, name: str, images: bool) -> None:
 
 
 def refuse_videos(samples: Iterable[Any]) -> None:
-    """Raise `BadSample` if one of the samples, which a reducer is to see, shows a video."""
+    """Raise `BadSample` if one of the samples, which are meant for a reducer, has a video."""
     for sample in samples:
         if sample.videos:
             raise BadSample(
@@ -65,7 +65,7 @@ class Video:
 
     Attributes:
         source: path or content of a file, or its frames.
-        origin: what messages call the sample.
+        origin: the sample's name in messages.
     """
 
     source: bytes | Path | Sequence[Image.Image]
@@ -107,7 +107,7 @@ class Video:
         return digest.digest()
 
     def save(self, folder: Path) -> Path:
-        """A file of the video in `folder`, for engines, named by its content; a link to the original where that can be."""
+        """Save the video as a file in `folder`, for engines, named by its content; a hard link to the original if possible."""
         if not isinstance(self.source, bytes | Path):
             raise BadSample(f"{self.name} is a list of frames, and engines are given files; give a video file")
         suffix = self.source.suffix if isinstance(self.source, Path) else ".mp4"  # OpenCV looks at the content
@@ -130,7 +130,7 @@ class Video:
                 f"{self.name}: decoding a video needs OpenCV; pip install '.[video]' in the checkout of vlmcompress, or "
                 "give its frames as a list of images"
             )
-        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong with a file is said below
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported below
         location: Any = str(path)  # transformers' annotation leaves paths out
         chosen: list[np.ndarray] = []
 
@@ -146,7 +146,7 @@ class Video:
 
         try:
             frames, metadata = load_video(location, backend="opencv", sample_indices_fn=indices)
-            places = np.searchsorted(metadata.frames_indices, chosen[0])  # a processor may show a frame twice
+            places = np.searchsorted(metadata.frames_indices, chosen[0])  # a processor may repeat a frame
             metadata.frames_indices = chosen[0].tolist()
             return frames[places], metadata
         except UserError:
@@ -158,7 +158,7 @@ class Video:
 
 
 def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
-    """Numbers of the frames that a model gets of a video, ascending."""
+    """Indices of the frames that the model gets, ascending."""
     if metadata.total_num_frames < 1:
         raise ValueError("OpenCV finds no frame in it")
     total = metadata.total_num_frames
@@ -170,11 +170,11 @@ def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
     if settings.get("num_frames") is not None:  # transformers refuses a video that has fewer
         settings["num_frames"] = min(settings["num_frames"], total)
     indices = np.asarray(video_processor.sample_frames(metadata=metadata, **settings), dtype=int)
-    return indices.clip(max=total - 1)  # its steps of 32 bits may end after the last frame
+    return indices.clip(max=total - 1)  # float32 steps may round beyond the last frame
 
 
 def arguments(decoded: Sequence[tuple[np.ndarray, Any]]) -> dict[str, Any]:
-    """What a processor needs next to the frames of videos: that they are sampled already, and from where."""
+    """The processor's further arguments for videos: that frames are already sampled, and their metadata."""
     if not decoded:
         return {}
     return {"do_sample_frames": False, "video_metadata": [metadata for _, metadata in decoded]}

@@ -1,7 +1,7 @@
 """Gemma 3: SigLIP tower, one-matrix projector, Gemma decoder.
 
 Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP reads `pre_feedforward_layernorm`, while
-`post_attention_layernorm` and `post_feedforward_layernorm` act on a branch's output and can absorb nothing.
+`post_attention_layernorm` and `post_feedforward_layernorm` act on a branch's output and cannot absorb scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlmcompress.models._spec import (
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of Gemma 3: the image resized to a square whatever its shape (pan and scan is off unless a call asks for it)."""
+    """Layout of Gemma 3: the image resized to a square, regardless of its shape (pan and scan is off by default)."""
     n = math.isqrt(processor.image_seq_length)
     return Layout((Piece.whole(n, n, width, height),))
 
@@ -35,12 +35,12 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def image_processor(config: Any) -> Any:
-    """Nothing: `layout` reads no setting of it."""
+    """An empty object: `layout` reads no setting."""
     return SimpleNamespace()
 
 
 def token_side(config: Any) -> int:
-    """A mean of patches."""
+    """Side of the square of patches whose mean is a visual token."""
     vision = config.vision_config
     return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
 

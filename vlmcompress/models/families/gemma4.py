@@ -2,11 +2,11 @@
 
 Its norms compute `x * weight`, unlike those of Gemma 3, and each block has four of them: attention reads `input_layernorm`, the
 MLP `pre_feedforward_layernorm`; the other two act on a branch's output. Values are normalized head by head, so `o_proj` has
-nothing to smooth into. The last blocks of small models take keys and values of an earlier one and have neither layer; blocks
-of full attention in large models take their keys as values and have no `v_proj`. Small models add a per-layer embedding.
+nothing to smooth into. The last blocks of small models reuse keys and values of an earlier block and have neither layer;
+blocks of full attention in large models use keys as values and have no `v_proj`. Small models add a per-layer embedding.
 
-Each linear layer of the tower clips its own input and output, so it is a group of its own, and nothing may be scaled there.
-The tower of audio, where there is one, stays as it is.
+Each linear layer of the tower clips its input and output, so it forms its own group, and nothing can be scaled there. The
+audio tower, if there is one, is not quantized.
 """
 
 from __future__ import annotations

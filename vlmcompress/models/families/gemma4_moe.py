@@ -1,8 +1,8 @@
 """Gemma 4 with a mixture of experts: the tower and the attention of Gemma 4, and in each block experts next to the MLP.
 
-Experts and MLP read the same hidden states, each by a norm of its own, and their outputs are added. The experts' norm takes no
-scale in, as each of them would want one of its own. The router is a linear layer after a norm without weights; it stays in 16
-bits. Such models have the model type of the dense ones: config.json's `num_experts` tells them apart.
+Experts and MLP read the same hidden states, each through its own norm, and their outputs are added. No scale is folded into
+the experts' norm, as each expert would need a different one. The router is a linear layer after a norm without weights; it
+stays in 16 bits. Such models have the model type of the dense ones: config.json's `num_experts` distinguishes them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from vlmcompress.models.families import qwen2_vl
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of GLM-V: one grid in the image's own shape, whose limits count an image as a video of some frames."""
+    """Layout of GLM-V: one grid in the image's own shape, whose limits count an image as a video of several frames."""
     from transformers.models.glm4v.image_processing_glm4v import smart_resize
 
     images_of = processor.image_processor
@@ -26,7 +26,7 @@ def layout(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of GLM-V: the most pixels of an image that counts as a film of some frames."""
+    """Settings of GLM-V: the most pixels of an image, which counts as a video of several frames."""
     return qwen2_vl.sizes(processor, processor.image_processor.temporal_patch_size)
 
 

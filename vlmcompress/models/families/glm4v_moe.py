@@ -1,7 +1,7 @@
 """GLM-4.5V and GLM-4.6V: the tower of GLM-4.1V, and a GLM-4.5 decoder with a mixture of experts after its first blocks.
 
-A block has two norms. The second one feeds the MLP of the first blocks, where it takes a scale in, and in all others a router,
-the experts and one expert for all tokens, where it takes none. Gate and up are two layers, unlike those of the dense models.
+A block has two norms. The second one feeds the MLP in the first blocks, where a scale can be folded into it, and in all others
+a router, the experts and one shared expert, where none can. Gate and up are two layers, unlike those of the dense models.
 """
 
 from __future__ import annotations

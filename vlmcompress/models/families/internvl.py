@@ -1,6 +1,6 @@
 """InternVL 2.5, 3 and 3.5 in transformers' form (`-HF` checkpoints): InternViT, pixel shuffle, Qwen2, Qwen3 or Llama decoder.
 
-The original checkpoints (`internvl_chat`) bring their model along as Python code and are not supported.
+The original checkpoints (`internvl_chat`) contain their model as Python code and are not supported.
 
 vLLM 0.32 builds this tower without a quantization config, so none of it can be quantized.
 """
@@ -41,13 +41,13 @@ def sizes(processor: Any) -> list[ImageSetting]:
 
 
 def image_processor(config: Any) -> Any:
-    """The tiles of published checkpoints, at most twelve."""
+    """The tile settings of published checkpoints: at most twelve."""
     edge = side_length(config.vision_config.image_size)
     return SimpleNamespace(size={"height": edge, "width": edge}, min_patches=1, max_patches=12)
 
 
 def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
-    """Frames of one tile each."""
+    """Grid of a video: frames of one tile each."""
     edge = math.isqrt(int(processor.image_seq_length))
     return frames, edge, edge
 

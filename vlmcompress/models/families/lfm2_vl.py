@@ -1,7 +1,7 @@
 """LFM2-VL and LFM2.5-VL: SigLIP2 tower at native resolution, two-layer projector, LFM2 decoder.
 
 Decoder blocks are of two kinds, gated short convolution (`conv`) or grouped-query attention (`self_attn`), each
-followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has the groups whose layers it has.
+followed by a gated MLP (`w1` gate, `w3` up, `w2` down). A block has only the groups of its own kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGro
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of LFM2-VL: one grid in the image's own shape, after tiles of it where it is large."""
+    """Layout of LFM2-VL: one grid in the image's own shape, preceded by tiles if the image is large."""
     images_of = processor.image_processor
     unit, factor = images_of.encoder_patch_size, images_of.downsample_factor
     limits = {"max_image_tokens": images_of.max_image_tokens, "encoder_patch_size": unit, "downsample_factor": factor}
@@ -47,7 +47,7 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of LFM2-VL: the most tiles of a large image, and below two of them the most tokens of a whole one."""
+    """Settings of LFM2-VL: the most tiles of a large image, and below two tiles the most tokens of the whole image."""
     images_of = processor.image_processor
     low, high = images_of.min_image_tokens, images_of.max_image_tokens
     whole = [

@@ -13,7 +13,7 @@ from vlmcompress.utils.errors import UserError
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
     """Layout of LLaVA-1.5: the image resized and cropped to one size."""
     if processor.num_additional_image_tokens != (processor.vision_feature_select_strategy == "default"):
-        raise UserError("a LLaVA that keeps the CLS token is not supported; use one whose features are patches alone")
+        raise UserError("a LLaVA that keeps the CLS token is not supported; use one whose features are only patches")
     images_of = processor.image_processor
     box, (wide, high) = (0.0, 0.0, float(width), float(height)), (width, height)
     if getattr(images_of, "do_pad", False):
@@ -34,7 +34,7 @@ def layout(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def placeholders(config: Any) -> dict[str, Any]:
-    """Settings of LLaVA's and LLaVA-NeXT's processors. CLIP has a CLS token, which is counted before one is taken away."""
+    """Settings of LLaVA's and LLaVA-NeXT's processors. CLIP's CLS token is counted first and then subtracted."""
     vision = config.vision_config
     return {
         "patch_size": vision.patch_size,

@@ -12,7 +12,7 @@ from vlmcompress.models.families import llava
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
-    """Layout of LLaVA-NeXT and OneVision: the whole image, then its tiles put together, without padding, row by row."""
+    """Layout of LLaVA-NeXT and OneVision: the whole image, then its joined tiles, without padding, row by row."""
     from transformers.image_processing_utils import select_best_resolution
 
     whole = (0.0, 0.0, float(width), float(height))
@@ -43,7 +43,7 @@ def layout(processor: Any, width: int, height: int, images: int) -> Layout:
 
 
 def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of LLaVA-NeXT and OneVision: the canvases of tiles that an image may lie on, without the largest ones."""
+    """Settings of LLaVA-NeXT and OneVision: the allowed tile grids, with the largest ones left out."""
     points = [list(point) for point in processor.image_processor.image_grid_pinpoints]
     areas = sorted({high * wide for high, wide in points})
     settings = []
@@ -57,7 +57,7 @@ def sizes(processor: Any) -> list[ImageSetting]:
 
 
 def image_processor(config: Any) -> Any:
-    """Tiles of the encoder's size, on the canvases that the config has."""
+    """Tiles of the encoder's size, in the tile grids of the config."""
     return SimpleNamespace(
         size={"shortest_edge": config.vision_config.image_size}, image_grid_pinpoints=config.image_grid_pinpoints
     )

@@ -17,7 +17,7 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
-    """Frames of one tile each, whose tokens are pooled two by two. A newline follows the last one."""
+    """Grid of a video: frames of one tile each, whose tokens are pooled 2 x 2. A newline follows the last one."""
     side = math.ceil(math.isqrt(int(processor.num_image_tokens)) / 2)
     return frames, side, side
 

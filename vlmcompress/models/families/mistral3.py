@@ -1,6 +1,6 @@
 """Mistral Small 3 and Ministral 3: Pixtral tower at native resolution, patch merger, Mistral or Ministral 3 decoder.
 
-A token that shows nothing ends each row of the image's tokens; it is one of the text's, not a placeholder.
+Each row of the image's tokens ends with a token that shows nothing; it is a text token, not a placeholder.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def sizes(processor: Any, frames: int = 1) -> list[ImageSetting]:
-    """Settings of the Qwen family: the most pixels of an image, all of its `frames` together."""
+    """Settings of the Qwen family: the most pixels of an image, summed over its `frames`."""
     images_of = processor.image_processor
     unit = (images_of.patch_size * images_of.merge_size) ** 2 * frames
     low, high = images_of.size["shortest_edge"], images_of.size["longest_edge"]
@@ -40,7 +40,7 @@ def sizes(processor: Any, frames: int = 1) -> list[ImageSetting]:
 
 
 def image_processor(config: Any) -> Any:
-    """The processor of transformers, which says how large an image may be."""
+    """The default processor of transformers, which limits the size of an image."""
     from transformers import Qwen2VLImageProcessor
 
     vision = config.vision_config
@@ -48,7 +48,7 @@ def image_processor(config: Any) -> Any:
 
 
 def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
-    """Pairs of frames, each frame resized by itself."""
+    """Grid of a video: pairs of frames, each frame resized on its own."""
     from transformers.models.qwen2_vl import image_processing_qwen2_vl, video_processing_qwen2_vl
 
     settings = video_settings(processor, video_processing_qwen2_vl.Qwen2VLVideoProcessor)
@@ -60,7 +60,7 @@ def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, in
 
 
 def video_settings(processor: Any, kind: Any) -> Any:
-    """The processor's video processor; where it has none, one of the class `kind` for the same patches."""
+    """The processor's video processor or, without one, an instance of `kind` with the same patch sizes."""
     if (settings := getattr(processor, "video_processor", None)) is not None:
         return settings
     images_of = processor.image_processor

@@ -1,9 +1,9 @@
 """Qwen3.5, 3.6 and 3.8 with a mixture of experts: the dense model with experts after a router in every block.
 
-Next to them each block has one shared expert, whose output is scaled by `shared_expert_gate`, a layer of one output that stays
-in 16 bits as the router does. The norm before all of these takes no scale in: it feeds the router and every expert, each of
-which would want a scale of its own. Published checkpoints hold the experts of a block as two tensors, `[experts, out, in]`;
-those in FP8 have them one by one.
+In addition each block has one shared expert, whose output is scaled by `shared_expert_gate`, a layer with one output that
+stays in 16 bits like the router. No scale is folded into the norm before them: it feeds the router and every expert, each of
+which would need a different scale. Published checkpoints store the experts of a block as two tensors, `[experts, out, in]`;
+FP8 ones store them separately.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3-VL: ViT whose early features enter the first decoder layers (deepstack), Qwen3 decoder, interleaved M-RoPE.
 
-The deepstack mergers are projectors: they stay as they are, even where the tower's blocks are quantized.
+The deepstack mergers are projectors: they are not quantized, even if the tower's blocks are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vlmcompress.models.families import qwen2_vl
 
 
 def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, int, int]:
-    """Pairs of frames, all frames together resized to a number of pixels."""
+    """Grid of a video: pairs of frames, resized so that all frames together have a limited number of pixels."""
     from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
     settings = qwen2_vl.video_settings(processor, video_processing_qwen3_vl.Qwen3VLVideoProcessor)

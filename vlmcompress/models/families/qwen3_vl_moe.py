@@ -1,10 +1,10 @@
 """Qwen3-VL with a mixture of experts: the dense model's tower and attention, and in most blocks experts after a router.
 
-The norm before the experts takes no scale in: it feeds the router, which stays in 16 bits, and all experts, each of which would
-want a scale of its own. (In the few blocks without experts it could; they are smoothed there as in the dense model.) Within an
-expert the rows of `up_proj` can be divided for `down_proj`. Published checkpoints hold the experts of a block as two tensors,
-`[experts, in, out]`. Weights of a token's experts sum to one; vLLM fails on a config that does not say so, and transformers 5
-writes none that does.
+No scale is folded into the norm before the experts: it feeds the router, which stays in 16 bits, and all experts, each of
+which would need a different scale. (The few blocks without experts are smoothed as in the dense model.) Within an expert the
+rows of `up_proj` can be divided for `down_proj`. Published checkpoints store the experts of a block as two tensors, `[experts,
+in, out]`. Weights of a token's experts sum to one; vLLM needs `norm_topk_prob` in the config for that, which transformers 5
+does not write.
 """
 
 from __future__ import annotations

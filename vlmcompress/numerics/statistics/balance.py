@@ -1,21 +1,21 @@
 """Balances: the weight of each modality in a method's objective.
 
-Pooled over `N` tokens, a modality weighs what its share of tokens is, and most tokens are visual. A *balance* gives modality m,
-of `n_m` tokens, the share `p_m` of the whole instead (`sum p_m = 1`); `GroupStats` says how that changes Gram matrices, means
-and maxima. It is one of
+When all `N` tokens are pooled, each modality is weighted by its number of tokens, and most tokens are visual. A *balance*
+instead gives modality m, of `n_m` tokens, the share `p_m` of the total (`sum p_m = 1`); `GroupStats` describes how that
+changes Gram matrices, means and maxima. A balance is one of
 
-* `off`: all tokens alike.
+* `off`: every token counts the same.
 * `ratio`: each modality's own mean counts the same, `p_m = 1/3`.
 * `{text: w, vision: w, answer: w}`: `p_m ~ w_m`, weights of the modalities' means.
 * `mbq`: the squared-error form of MBQ's objective (arXiv 2412.19509), `mean_answer(D^2) + rho mean_vision(D^2)`, that is
   `{text: 0, vision: rho, answer: 1}` with `rho`, block by block, from the ratio of the modalities' mean loss gradients.
 
-An answer's tokens are those that predict it, from the prompt's last on (`models.data.encode`). The authors of MBQ count the
-tokens that are predicted instead. With captions of a hundred words that is nearly the same; with answers of a word or two it
-leaves out the very token that the answer is read from, and puts the one that ends it in its place, of which nothing is read:
-on the demo models `mbq` then raised GPTQ's logit error, up to twofold.
+An answer's tokens are those that predict it, starting with the prompt's last token (`models.data.encode`). The authors of MBQ
+count the predicted tokens instead. For captions of a hundred words the difference is small. For answers of a word or two their
+choice leaves out the token whose logits give the answer, and counts the token that ends it, whose logits are not used: on the
+demo models `mbq` then raised GPTQ's logit error, up to twofold.
 
-`mbq` needs a backward pass over the calibration samples: its `Sensitivity`.
+`mbq` needs a backward pass over the calibration samples, whose result is a `Sensitivity`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODALITIES = ("text", "vision", "answer")
-"""Names of the token kinds; a mask holds 0 for tokens to ignore and `1 + index` for these."""
+"""Names of the modalities; a mask holds 0 for tokens to ignore and `1 + index` for these."""
 
 NAMES = ("off", "ratio", "mbq")
 
@@ -43,7 +43,8 @@ class Sensitivity:
 
 
 def check_balance(balance: Any) -> str | dict[str, float]:
-    """Check a recipe's `balance`, a name (YAML reads "off" as False) or weights, and return it, or raise ValueError."""
+    """Check a recipe's `balance`, a name or weights, and return it, or raise ValueError. YAML reads "off" as False: both
+    work."""
     if balance is False:
         return "off"
     if isinstance(balance, str) and balance in NAMES:
@@ -51,18 +52,20 @@ def check_balance(balance: Any) -> str | dict[str, float]:
     if not isinstance(balance, Mapping):
         raise ValueError(f"balance must be {', '.join(NAMES)} or {{text: w, vision: w, answer: w}}, got {balance!r}")
     if set(balance) != set(MODALITIES):
-        raise ValueError(f"balance must weigh {', '.join(MODALITIES)}, got {', '.join(map(str, balance)) or 'none'}")
+        raise ValueError(
+            f"balance must give weights of {', '.join(MODALITIES)}, got {', '.join(map(str, balance)) or 'none'}"
+        )
     for name, weight in balance.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"balance must weigh {name} by a number of at least 0, got {weight!r}")
+            raise ValueError(f"balance must give {name} a number of at least 0, got {weight!r}")
     if not any(balance.values()):
-        raise ValueError("balance must weigh one modality by more than 0, got 0 for all")
+        raise ValueError("balance must give one modality a weight above 0, got 0 for all")
     return {name: float(balance[name]) for name in MODALITIES}
 
 
 def weighed(balance: Any) -> tuple[str, ...]:
-    """The modalities that a balance needs in the calibration data."""
+    """The modalities that must occur in the calibration data for this balance."""
     checked = check_balance(balance)
     if isinstance(checked, str):
         return {"off": (), "ratio": MODALITIES}.get(checked, ("vision", "answer"))
@@ -76,12 +79,13 @@ def shares(
 
     Args:
         count: modality -> its number of tokens.
-        sensitivity: sensitivity of the group of layers whose statistics are balanced; for `mbq`.
-        partial: of an expert, which may be given tokens of one modality alone, or none that the loss depends on: share out
-            among the modalities that occurred, and pool where that is impossible.
+        sensitivity: sensitivity of the group of layers whose statistics are balanced; needed for `mbq` only.
+        partial: for an expert, which may see tokens of one modality only, or none that the loss depends on: use the
+            modalities
+            that occurred, and pool where that is impossible.
 
     Raises:
-        ValueError: a modality with a share did not occur, or the sensitivity is needed and None.
+        ValueError: a modality with a share did not occur, or `mbq` has no sensitivity.
     """
     checked = check_balance(balance)
     if checked == "off":

@@ -1,9 +1,8 @@
-"""Sum statistics of the inputs of a group of linear layers: the hot loop of calibration.
+"""Accumulate statistics of the inputs of a group of linear layers: the hot loop of calibration.
 
-Rows are gathered by modality until a product pays off, then read once: the Gram matrix, the sum of magnitudes and the
-maxima are computed from rows in cache. Nothing here waits for an accelerator. Which rows are of which modality is
-known beforehand (`statistics.tokens`), and NaN or Inf are looked for at the end, as they stay in every sum that they
-enter.
+Rows are gathered by modality until a matrix product is efficient, then read once: the Gram matrix, the sum of magnitudes and
+the maxima are computed from rows in cache. Nothing here waits for an accelerator: which rows belong to which modality is
+computed beforehand (`statistics.tokens`), and NaN or Inf are checked for at the end, as every sum that they enter keeps them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE, GroupStats, ad
 from vlmcompress.numerics.statistics.tokens import Split
 from vlmcompress.numerics.statistics.tokens import split_modalities as split_by
 
-ROWS = 2048  # rows of a modality that are gathered for one product
-_CACHE = 2**17  # numbers that are visited at a time on a CPU: half a megabyte in float32
+ROWS = 2048  # rows of a modality gathered for one product
+_CACHE = 2**17  # numbers processed at a time on a CPU: half a megabyte in float32
 
 
 Reduce = Callable[[Tensor], Tensor]
@@ -35,7 +34,8 @@ class Collector:
 
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self._stats = GroupStats(width, needs)
-        # [ROWS, in] of each modality, in the dtype of the inputs; [ROWS, 2 in] with how far they are from the 16-bit model's
+        # [ROWS, in] of each modality, in the dtype of the inputs; [ROWS, 2 in] with the differences to the 16-bit model's
+        # inputs
         self._waiting: dict[str, Tensor] = {}
         self._filled: dict[str, int] = {}
 
@@ -45,10 +45,10 @@ class Collector:
 
         Args:
             x: `[..., in]` inputs, any float dtype.
-            split: which rows are of which modality, on `x`'s device, and which are kept; or, with none kept, the
-            modality
-                of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer); None: all are text.
-            original: for the cross-Gram matrix, the 16-bit model's inputs in place of `x`, same shape.
+            split: which rows belong to which modality and which are kept in the sample, on `x`'s device; or only the modality
+                of
+                each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer), and no sample; None: all rows are text.
+            original: the 16-bit model's inputs at the same tokens, shaped like `x`, for the cross-Gram matrix.
         """
         width = self._stats.width
         if x.shape[-1] != width:
@@ -62,7 +62,7 @@ class Collector:
         if CROSS in self._stats.needs:
             if original is None or original.numel() != x.numel():
                 raise ValueError("the cross-Gram matrix needs the 16-bit model's inputs at the same tokens")
-            # [tokens, 2 in]: X and X' - X, the difference taken before any sum (`statistics.inputs`), and gathered as one.
+            # [tokens, 2 in]: X and X' - X side by side; the difference is taken before any sum (`statistics.inputs`).
             rows = torch.cat([x, original.view_as(x) - x], 1)
         for name, index in split.rows.items():
             self._stats.count[name] += split.count[name]
@@ -83,11 +83,11 @@ class Collector:
         return self._trimmed()
 
     def pooled(self, counts: Mapping[str, int], device: torch.device, total: Reduce, largest: Reduce) -> GroupStats:
-        """After `settle`, the statistics of the batches of several workers, who all call this.
+        """The statistics of all workers' batches, after `settle`; every worker calls this.
 
         Args:
-            counts: modality -> rows that all of them see.
-            total, largest: replace a tensor by the sum, or the maxima, of all workers' ones.
+            counts: modality -> number of rows in all workers.
+            total, largest: replace a tensor by the sum, or the maximum, over all workers.
         """
         stats, width, needs = self._stats, self._stats.width, self._stats.needs
 
@@ -113,7 +113,7 @@ class Collector:
         for name, rows in self._waiting.items():
             self._visit(name, rows[: self._filled[name]])
         self._waiting, self._filled = {}, {}
-        # NaN or Inf stay in every sum that they enter, so a few sums of sums tell, and the device is asked once.
+        # NaN and Inf propagate through sums, so a few sums of sums reveal them with a single device synchronization.
         sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
         sums += [gram.diagonal() for gram in stats._gram.values()]
         sums += [cross.sum(0) for cross in stats._cross.values()]
@@ -127,11 +127,11 @@ class Collector:
         return stats
 
     def _gather(self, name: str, x: Tensor, index: Tensor | None) -> None:
-        """Gather rows of a modality, and process them when there are enough."""
+        """Gather rows of a modality, and process them once there are `ROWS`."""
         rows = x if index is None else x.index_select(0, index)
         filled = self._filled.get(name, 0)
         while len(rows):
-            if not filled and len(rows) >= ROWS:  # enough by themselves: no copy
+            if not filled and len(rows) >= ROWS:  # enough rows without gathering: no copy
                 self._visit(name, rows[:ROWS])
                 rows = rows[ROWS:]
                 continue
@@ -147,12 +147,13 @@ class Collector:
         self._filled[name] = filled
 
     def _visit(self, name: str, rows: Tensor) -> None:
-        """Add `rows [n, in]` of a modality, or `[n, 2 in]` with their differences, to its statistics."""
+        """Add `rows [n, in]` of a modality, or `[n, 2 in]` with differences to the 16-bit model, to its statistics."""
         stats, width = self._stats, self._stats.width
         if not len(rows):
             return
-        # Rows are widened to float32 once, a part at a time, and magnitudes are taken of a part while it is in cache. A device
-        # that multiplies 16-bit numbers into float32 sums takes them as they are: half the memory, and the same products.
+        # Rows are converted to float32 once, a part at a time, and magnitudes are computed while the part is in cache. A
+        # device that multiplies 16-bit numbers and accumulates in float32 needs no conversion: half the memory, the same
+        # products.
         direct = rows.dtype != torch.float32 and wide_products(rows.device, rows.dtype)
         wide = rows if direct or rows.dtype == torch.float32 else rows.new_empty(rows.shape, dtype=torch.float32)
         step = max(16, _CACHE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
@@ -162,7 +163,7 @@ class Collector:
             if not stats.needs & {"absmax", "absmean"}:
                 continue
             size = target[:, :width].abs()
-            if "absmean" in stats.needs:  # sums in float32: tokens are many, and bfloat16 has eight bits
+            if "absmean" in stats.needs:  # float32 sums: bfloat16's eight bits are too few for many tokens
                 new, old = size.sum(0, dtype=torch.float32), stats._abssum.get(name)
                 stats._abssum[name] = new if old is None else old.add_(new)
             if "absmax" in stats.needs:

@@ -1,10 +1,10 @@
 """Turn gradients at the outputs of linear layers into the sensitivities by which the balance `mbq` weighs modalities.
 
-The pass over the model is `calibration.gradient_pass`; its result is kept as `Gradients`, small enough for JSON. Mean squares
-predict errors in nats (`calibration.predict`). Mean magnitudes give MBQ's published rule (arXiv 2412.19509): the ratio
-`r = g_vision / g_answer`, of which the vision tokens' weight is `rho = max(r, median of r over blocks)`. Both are read at the
-output of the module that a group is part of: where the residual stream takes it up, at the last linear layer that the block
-runs of it (`o_proj` of attention, `down_proj` of the MLP), and the median is over the blocks that have such a module.
+`calibration.gradient_pass` runs the model; its result is stored as `Gradients`, small enough for JSON. Mean squares predict
+errors in nats (`calibration.predict`). Mean magnitudes give MBQ's published rule (arXiv 2412.19509): with the ratio `r =
+g_vision / g_answer`, the weight of vision tokens is `rho = max(r, median of r over blocks)`. Gradients are taken at the output
+of the group's module, which is added to the residual stream: the last linear layer of the module that the block runs (`o_proj`
+of attention, `down_proj` of the MLP). The median is over the blocks that have such a module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Gradient:
     """The gradient of the answer's loss with respect to the output of one linear layer, summarized.
 
     Attributes:
-        channels: output features.
-        absolute: modality -> mean |dL/dY| over the sample's tokens and channels, mean over samples (MBQ's g).
+        channels: number of output features.
+        absolute: modality -> mean |dL/dY| over the sample's tokens and channels, averaged over samples (MBQ's g).
         square: modality -> mean (dL/dY)^2 over tokens of all samples, and channels.
     """
 
@@ -39,7 +39,7 @@ class Gradients:
     """The result of a gradient pass over the model.
 
     Attributes:
-        loss: cross entropy of the answers in nats, mean over each one's tokens and over samples.
+        loss: cross entropy of the answers in nats, averaged over an answer's tokens, then over samples.
         samples: number of samples that had an answer.
         blocks: for each decoder block, linear layer -> gradient, in the order in which they run.
     """
@@ -71,7 +71,8 @@ def sensitivities(
     for layer, block in enumerate(gradients.blocks):
         ratios.append({})
         for name, gradient in block.items():
-            # r = g_vision / g_answer; infinite where no answer token has a gradient. Of a module's layers the last one stays.
+            # r = g_vision / g_answer; infinite where no answer token has a gradient. The last layer of a module overwrites the
+            # others.
             vision, answer = (gradient.absolute.get(modality, 0.0) for modality in ("vision", "answer"))
             ratios[-1][_module(layer, name)] = vision / answer if answer else math.inf
     medians = {
@@ -82,11 +83,11 @@ def sensitivities(
     for layer, groups in enumerate(blocks):
         for group, linears in groups.items():
             module = _module(layer, linears[0])
-            # The median keeps a block whose visual gradients happen to be small from ignoring its visual tokens.
+            # The median is a lower bound, so that a block with small visual gradients does not ignore its visual tokens.
             result[layer, group] = Sensitivity(max(ratios[layer][module], medians[module]))
     return result
 
 
 def _module(layer: int, linear: str) -> str:
-    """Name of the module in a block that a linear layer is part of, e.g. `self_attn`."""
+    """Name of the block's module that contains a linear layer, e.g. `self_attn`."""
     return linear.partition(f".{layer}.")[2].rpartition(".")[0]

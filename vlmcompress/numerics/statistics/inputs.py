@@ -1,4 +1,4 @@
-"""Statistics of the input `X [tokens, in]` of a group of linear layers, each modality apart (`statistics.collect` makes them).
+"""Statistics of the input `X [tokens, in]` of a group of linear layers, per modality (`statistics.collect` computes them).
 
 A weight change `dW` changes the output by `X dW^T`, whose squared size needs no `X` once `G = X^T X` is known:
 
@@ -6,24 +6,23 @@ A weight change `dW` changes the output by `X dW^T`, whose squared size needs no
 
 so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-modality error reports and any later
 weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
-absolute maxima and means cost next to nothing, so a method says what it `needs`. With the maxima, for schemes that round
-activations, come a few rows of X: what rounding does to them follows from no sum. Only the block upper triangle of `G`
-is computed (the rest follows by symmetry).
+absolute maxima and means cost next to nothing, so a method declares what it `needs`. A few rows of X are kept along with the
+maxima, for schemes that round activations: the effect of that rounding cannot be derived from sums. Only the block upper
+triangle of `G` is computed (the rest follows by symmetry).
 
-With a balance (`statistics.balance`) modality m has the share `p_m` of the whole, whatever its number of tokens `n_m`:
+With a balance (`statistics.balance`) modality m has the share `p_m` of the total, independent of its number of tokens `n_m`:
 
     G = N sum_m p_m G_m / n_m        mean|X| = sum_m p_m mean|X_m|        max|X| = sum_m p_m max|X_m|
 
-The mean in AWQ's scales is weighted like the losses, so that candidates and their losses see the same tokens (MBQ leaves it
-pooled). A maximum counts no tokens, and pooled it belongs to one modality; no paper weights it; the weighted mean of
-maxima is our choice. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant
-leaves its channel at most `p_m^-alpha` times larger. Overall factors matter to no method; `N` keeps G the size that
-pooling gives.
+The mean in AWQ's scales is weighted like the losses, so that candidates and losses weight tokens alike (MBQ keeps the mean
+pooled). A maximum does not depend on token counts, and a pooled one belongs to a single modality. No paper weights maxima; the
+weighted mean is our choice. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves
+its channel at most `p_m^-alpha` times larger. No method depends on an overall factor; `N` keeps G as large as the pooled one.
 
-After quantized blocks a layer gets other inputs than in the 16-bit model. With X these inputs and `X'` the 16-bit
-model's at the same tokens, the *cross-Gram matrix* `X^T X'` relates the two. It is kept less the Gram matrix, `C = X^T
-(X' - X)`, as a small difference of two large sums would be lost in their rounding. It is weighted and rescaled as G
-is, is not symmetric, and is never stored, as it depends on the quantized blocks before.
+After quantized blocks, a layer's inputs X differ from the 16-bit model's inputs `X'` at the same tokens. The *cross-Gram
+matrix* `X^T X'` relates the two. It is stored minus the Gram matrix, `C = X^T (X' - X)`, because the small difference of two
+large sums would be lost in rounding. It is weighted and rescaled like G, is not symmetric, and is never written to a file, as
+it depends on how earlier blocks were quantized.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from torch import Tensor
 from vlmcompress.numerics import row_chunks
 from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity, shares
 
-SAMPLE = 64  # rows of each modality that are kept
+SAMPLE = 64  # rows kept of each modality
 NEEDS = frozenset({"gram", "absmax", "absmean"})  # what can be stored
 CROSS = "cross"
-_LARGE = 2048  # the same on an accelerator, whose kernels are started faster than small products end
-_BLOCK = 256  # columns of G computed at a time; measured: skips near half the work and is still large enough for BLAS
+_LARGE = 2048  # columns of G computed at a time on an accelerator, where small products cost mostly their launch
+_BLOCK = 256  # columns of G computed at a time on a CPU; measured: skips almost half the work and still suits BLAS
 
 
 class GroupStats:
@@ -66,15 +65,15 @@ class GroupStats:
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
         self._scale: Tensor | None = None  # [in]; stored values are of X, reported ones of X / scale
         self._shares: dict[str, float] | None = None  # p_m of a balance; None pools all tokens
-        self.routed = False  # the layers are an expert's, which is given some of the tokens
-        self.borrowed = 0  # how many of its tokens were not routed to it
-        self._merged: Tensor | None = None  # [in, in], what `gram` gives before scaling, once it is made for good
+        self.routed = False  # whether the layers belong to an expert, which sees only some of the tokens
+        self.borrowed = 0  # number of an expert's tokens that the router did not send to it
+        self._merged: Tensor | None = None  # [in, in], cached result of `gram` before scaling, see `merged`
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens. Default: weight 1, or the balance's.
+        """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens.
 
-        Raises ValueError if it holds NaN or Inf.
+        `weights` by modality; None: 1, or those of the balance. Raises ValueError if it holds NaN or Inf.
         """
         if self._merged is not None and weights is None:
             # (X / s)^T (X / s) = diag(1/s) G diag(1/s)
@@ -87,7 +86,7 @@ class GroupStats:
         return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
 
     def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """The cross-Gram matrix less the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.
+        """The cross-Gram matrix minus the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.
 
         `X'` are the inputs in the 16-bit model. Weights as in `gram`. Raises ValueError if it was not collected, or holds NaN
         or Inf.
@@ -104,14 +103,14 @@ class GroupStats:
         return _finite(total if self._scale is None else (total / self._scale).div_(self._scale[:, None]))
 
     def importance(self) -> Tensor | None:
-        """The diagonal of `gram()`, float32 `[in]`, computed alone; None where no Gram matrix was kept."""
+        """The diagonal of `gram()`, float32 `[in]`, without computing the matrix; None if no Gram matrix was collected."""
         if "gram" not in self.needs:
             return None
         parts = [self._gram[name].diagonal() * weight for name, weight in self._weighed(None).items()]
         return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
 
     def merged(self) -> GroupStats:
-        """Statistics (not `rescaled` yet) that compute the sum in `gram` only once; callers may not write to its result."""
+        """A copy that computes the sum in `gram` only once; its result must not be modified. Call it before `rescaled`."""
         return self._with(_merged=self.gram())
 
     @property
@@ -127,15 +126,15 @@ class GroupStats:
         return self._divided(sum((p * maxima[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def owners(self) -> dict[str, float]:
-        """Modality -> the share of input channels in which it holds the maximum, for modalities that occur."""
+        """Modality -> share of input channels whose maximum it holds, for modalities that occur."""
         maxima = self._seen(self._absmax, "absmax")
         counts = torch.stack(list(maxima.values())).argmax(0).bincount(minlength=len(maxima))
         return dict(zip(maxima, (counts / self.width).tolist(), strict=True))
 
     def sample(self) -> dict[str, Tensor]:
-        """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, fairly drawn; empty without `absmax`."""
+        """Modality -> at most `SAMPLE` rows of the input, float32 `[rows, in]`, drawn uniformly; empty without `absmax`."""
         sampled = {name: self._rows[name].bfloat16() for name in MODALITIES if name in self._rows}
-        return {name: self._divided(rows.float()) for name, rows in sampled.items()}  # bfloat16 is what a file keeps
+        return {name: self._divided(rows.float()) for name, rows in sampled.items()}  # files store bfloat16
 
     def absmean(self) -> Tensor:
         """The means `mean_t |x_t|` over all tokens, float32 `[in]`; balanced: the weighted mean of the modalities' means."""
@@ -145,10 +144,10 @@ class GroupStats:
         return self._divided(sum((p / self.count[m] * sums[m] for m, p in self._shares.items()), torch.zeros(())))
 
     def balanced(self, balance: Any) -> GroupStats:
-        """Statistics in which `balance` weighs the modalities (see the module); with `off` all tokens count alike.
+        """Statistics with the modalities weighted by `balance` (see the module); with `off` every token counts the same.
 
-        Errors by modality stay as they are, and the Gram matrices stay shared. Raises ValueError if a modality that has
-        a share did not occur, or gradients that it needs are not there.
+        Errors by modality do not change, and the Gram matrices are shared with `self`. Raises ValueError if a modality with a
+        share did not occur, or if the balance needs gradients that are missing.
         """
         balanced_shares = shares(balance, self.count, self.sensitivity, partial=self.routed)
         if balanced_shares == self._shares:
@@ -156,7 +155,8 @@ class GroupStats:
         return self._with(_shares=balanced_shares, _merged=None)
 
     def rescaled(self, s: Tensor) -> GroupStats:
-        """The statistics of `X / s` for `s [in]`, positive. Closed form, and the Gram matrices stay shared."""
+        """The statistics of `X / s` for `s [in]`, in closed form; Gram matrices are shared. Raises ValueError unless all s >
+        0."""
         s = s.float()
         if not (s.isfinite().all() and (s > 0).all()):
             raise ValueError("smoothing scales must be positive and finite")
@@ -164,11 +164,11 @@ class GroupStats:
 
     @property
     def scale(self) -> Tensor | None:
-        """The product `[in]` of the `s` of all `rescaled`; None: of none."""
+        """The product `[in]` of the scales of all `rescaled` calls; None if there was none."""
         return self._scale
 
     def unscaled(self) -> GroupStats:
-        """The statistics before any `rescaled`."""
+        """The statistics of X itself, with every `rescaled` undone."""
         return self._with(_scale=None)
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
@@ -178,8 +178,8 @@ class GroupStats:
         return {name: error / size if size > 0 else 0.0 for name, error, size in zip(grams, *traces, strict=True)}
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2`, over the sample of rows.
-        `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the input after `rescaled`."""
+        """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2` by modality, over the sample
+        of rows. `q` and `w` are `[out, in]`; `rounded` is the function `r`, applied to rows of the rescaled input."""
         errors = {}
         for name, x in self.sample().items():  # [rows, in]
             size = float((x @ w.float().T).square().sum())
@@ -187,8 +187,8 @@ class GroupStats:
         return errors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All statistics but the cross-Gram matrix as named tensors that safetensors can store; of a Gram matrix only the
-        block upper triangle."""
+        """All statistics except the cross-Gram matrix, as named tensors for safetensors; Gram matrices as their block upper
+        triangle."""
         state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
         state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
@@ -222,7 +222,7 @@ class GroupStats:
         return stats
 
     def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        """Factor of each modality's Gram matrix, zero factors left out; `weights` None: 1, or the factors of the balance."""
+        """Factor of each modality's Gram matrix, without zeros; `weights` None: 1, or the factors of the balance."""
         if weights is None and self._shares is not None:  # w_m = N p_m / n_m
             weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
         grams = self._seen(self._gram, "gram")
@@ -241,7 +241,7 @@ class GroupStats:
         return new
 
     def _divided(self, x: Tensor) -> Tensor:
-        """Divide `x [..., in]` by the scale of the input, if there is one."""
+        """Divide `x [..., in]` by the scale of `rescaled`, if there is one."""
         return x if self._scale is None else x / self._scale
 
     def _seen(self, values: dict[str, Tensor], need: str) -> dict[str, Tensor]:
@@ -249,7 +249,9 @@ class GroupStats:
             raise ValueError(f"'{need}' was not collected; name it in `needs`")
         if not values:
             raise ValueError("no calibration token reached this layer; add calibration samples")
-        return {name: values[name] for name in MODALITIES if name in values}  # one order, so that sums are reproducible
+        return {
+            name: values[name] for name in MODALITIES if name in values
+        }  # fixed order, so that sums are reproducible
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:
@@ -260,7 +262,7 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
     d = d.float()
     total = d.new_zeros(d.shape[0])
     for a, b in _blocks(d.shape[1]):
-        # d_b G_bb d_b^T + 2 d_<b G_<b,b d_b^T: blocks left of the diagonal count twice for those above that are not read.
+        # d_b G_bb d_b^T + 2 d_<b G_<b,b d_b^T: off-diagonal blocks count twice, as the lower triangle is not read.
         product = d[:, a:b] @ gram[a:b, a:b]
         if a:
             product.addmm_(d[:, :a], gram[:a, a:b], alpha=2)
@@ -271,14 +273,14 @@ def quadratic(d: Tensor, gram: Tensor) -> Tensor:
 def _traces(changes: list[Tensor], grams: list[Tensor]) -> Tensor:
     """Compute `tr(d G d^T)` for each `d [rows, in]` of `changes` and each G of `grams`: float64 `[changes, grams]`.
 
-    As the sum of `d^T d` times G: the product is the costly part, and all matrices share it. Like `quadratic` it reads the
-    block upper triangles only.
+    Computed as the sum of the entries of `d^T d` times G: `d^T d` is the expensive part, and all G share it. Like `quadratic`
+    it reads only block upper triangles.
     """
     total = torch.zeros(len(changes), len(grams), dtype=torch.float64, device=grams[0].device)
     for a, b in _blocks(len(grams[0])):
         for first, last, factor in ((0, a, 2), (a, b, 1)):
             for rows in row_chunks(grams[0][first:last, a:b]):
-                # tr(d G d^T) = sum of the entries of (d^T d) * G, in float32 by parts that stay in cache, summed in float64.
+                # tr(d G d^T) = sum of the entries of (d^T d) * G: parts in float32 that stay in cache, summed in float64.
                 products = torch.stack([d[:, first:last][:, rows].T @ d[:, a:b] for d in changes])
                 parts = [(products * gram[first:last, a:b][rows]).sum((1, 2)) for gram in grams]
                 total.add_(torch.stack(parts, 1), alpha=factor)
@@ -291,12 +293,12 @@ def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
 
 
 def _pack(gram: Tensor) -> Tensor:
-    """Pack the block upper triangle of `[in, in]` into a vector, near half the numbers."""
+    """Pack the block upper triangle of `[in, in]` into a vector, a little more than half the numbers."""
     return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
 
 
 def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
-    """Restore the symmetric `[in, in]` from the vector that `_pack` made of it with blocks of `block` columns."""
+    """Restore the symmetric `[in, in]` from a vector of `_pack` with blocks of `block` columns."""
     gram, cut = packed.new_empty(width, width), 0
     for a, b in _blocks(width, block):
         gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
@@ -307,8 +309,8 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
 def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None) -> None:
     """Add `rows^T rows` to the block upper triangle of `gram [in, in]`, in place, for columns `start` to `end`.
 
-    Halved again and again, so that products are as large as a triangle allows. An accelerator multiplies 16-bit rows as they
-    are and sums in float32; a CPU gets `rows [tokens, in]` in float32.
+    The triangle is halved recursively, which makes the products as large as possible. `rows [tokens, in]` are float32, or 16
+    bits on an accelerator that accumulates in float32.
     """
     end = gram.shape[0] if end is None else end
     block = _multiplied(gram.device)
@@ -330,7 +332,7 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
 
 
 def _multiplied(device: torch.device) -> int:
-    """Columns of a Gram matrix in one product: as many blocks as pay on `device`."""
+    """Columns of a Gram matrix to compute in one product on `device`."""
     return _BLOCK if device.type == "cpu" else _LARGE
 
 
@@ -343,7 +345,7 @@ def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
-    """Fill the lower triangle from the upper one, in place: on a CPU by squares that stay in cache, elsewhere by columns."""
+    """Fill the lower triangle from the upper one, in place: on a CPU in squares that stay in cache, elsewhere by columns."""
     blocks = _blocks(gram.shape[0], block)
     for i, (a, b) in enumerate(blocks):
         for c, d in blocks[i + 1 :] if gram.device.type == "cpu" else [(b, gram.shape[0])]:
@@ -352,7 +354,7 @@ def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Return `values` if all are finite, else raise ValueError; makes no temporary of their size."""
+    """Return `values` if all are finite, else raise ValueError; allocates no tensor of their size."""
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError("the calibration statistics hold NaN or Inf; collect them again")
     return values

@@ -1,7 +1,7 @@
-"""Which rows of a batch are of which modality, and which of them are kept: worked out once, on the CPU, from masks alone.
+"""Which rows of a batch belong to which modality, and which of them are sampled: computed once, on the CPU, from masks alone.
 
-All layers of a decoder see the same tokens, so that what is worked out for a batch serves every one of them, and no layer has
-to ask an accelerator how many rows of a kind there are.
+All layers of a decoder see the same tokens, so one result per batch serves all of them, and no layer has to wait for an
+accelerator to learn how many rows a modality has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmcompress.numerics.statistics.balance import MODALITIES
 
 Drawn = tuple[Tensor, Tensor]
-"""(slot, row) index pairs of a sample of rows, `[n]` each."""
+"""Indices of sampled rows, `[n]` each: slots of the sample, and the rows that go there."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Split:
     """The rows of a batch `[tokens, in]` by modality, for modalities that occur.
 
     Attributes:
-        tokens: rows of the batch, those of no modality included.
+        tokens: number of rows of the batch, including ignored ones.
         count: modality -> number of its rows.
-        rows: modality -> their indices `[n]`; None: all rows of the batch are of it.
-        drawn: modality -> where those of its rows go that a sample of all batches keeps.
+        rows: modality -> indices `[n]` of its rows; None: all rows of the batch.
+        drawn: modality -> its rows that are part of the sample over all batches, with their slots.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Split:
     drawn: dict[str, Drawn]
 
     def to(self, device: torch.device) -> Split:
-        """The same with its indices on `device`, for which nothing waits."""
+        """A copy with the indices on `device`; transfers are asynchronous."""
 
         def sent(index: Tensor) -> Tensor:
             return index.to(device, non_blocking=True)
@@ -59,16 +59,17 @@ def split_modalities(mask: Tensor) -> Split:
 def splits(
     masks: Sequence[Tensor], batches: Sequence[Sequence[int]], size: int | Mapping[str, int], seed: int = 0
 ) -> list[Split]:
-    """Split all batches of a run, and draw `size` rows of each modality, or so many of one as it says, from all of them.
+    """Split all batches of a run by modality, and draw a sample of `size` rows of each modality (or a size per modality) from
+    all.
 
     Args:
         masks: modality of each sample's tokens, `[tokens]` or `[1, tokens]`.
-        batches: the samples of each batch, where shorter ones are padded on the left. What is drawn does not depend on it.
-        seed: of the draw; the same numbers of tokens draw the same ones.
+        batches: indices of each batch's samples, the shorter ones padded on the left. They do not affect which rows are drawn.
+        seed: seed of the draw; equal numbers of tokens give equal draws.
     """
     flat = [mask.reshape(-1).cpu() for mask in masks]
     room = {name: size if isinstance(size, int) else size.get(name, 0) for name in MODALITIES}
-    owners = {}  # of each modality [size, 2]: the sample and the token in each place; -1 where there are too few
+    owners = {}  # modality -> [size, 2]: sample and token in each slot; -1 where slots stay empty
     for code, name in enumerate(MODALITIES, start=1):
         owners[name], reservoir = torch.full((room[name], 2), -1), Reservoir(room[name], seed)
         for sample, mask in enumerate(flat):
@@ -80,12 +81,14 @@ def splits(
         length = max(len(flat[sample]) for sample in batch)
         masks_of_batch = [torch.nn.functional.pad(flat[sample], (length - len(flat[sample]), 0)) for sample in batch]
         batch_split = split_modalities(torch.stack(masks_of_batch))
-        starts = torch.full((len(flat),), -1)  # of each sample's first token; -1: it is in another batch
+        starts = torch.full(
+            (len(flat),), -1
+        )  # position of each sample's first token; -1: the sample is in another batch
         for row, sample in enumerate(batch):
             starts[sample] = (row + 1) * length - len(flat[sample])
         for name in batch_split.count:
             start = starts[owners[name][:, 0]]
-            # A row that was drawn and is in this batch: its index in the padded batch, and its place in the sample.
+            # Drawn rows of this batch: index in the padded batch, and slot in the sample.
             places = ((start >= 0) & (owners[name][:, 0] >= 0)).nonzero().squeeze(1)
             batch_split.drawn[name] = places, start[places] + owners[name][places, 1]
         all_splits.append(batch_split)
@@ -93,19 +96,19 @@ def splits(
 
 
 class Reservoir:
-    """A uniform sample of at most `size` of all rows that it is offered; memory holds these and one batch.
+    """A uniform sample of at most `size` rows from a stream of batches; memory holds the sample and one batch.
 
-    Each row gets a random number and the smallest stay. The numbers depend on `seed` and on how many rows came before, so that
-    reservoirs that see the same tokens in the same order keep the same ones, and rows need not be seen to be drawn.
+    Each row gets a random key, and the rows with the smallest keys stay. Keys depend only on `seed` and the number of rows
+    before, so reservoirs that see equally many rows keep the same ones, and rows can be drawn before they exist.
     """
 
     def __init__(self, size: int, seed: int):
         self.random = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # key of each place; infinite where it is free
-        self.kept = torch.empty(0)  # [size, in] once there was a batch
+        self.keys = torch.full((size,), torch.inf, dtype=torch.float64)  # key of each slot; infinite where it is free
+        self.kept = torch.empty(0)  # [size, in] after the first batch
 
     def draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """Draw from the next `count` rows: places `[n]` of the sample, and which of the rows go there, `[n]`."""
+        """Draw from the next `count` rows: slots `[n]` of the sample, and indices `[n]` of the rows that go there."""
         # The `size` smallest of independent uniform keys are a uniform sample without replacement, however rows are batched.
         size = len(self.keys)
         keys = torch.cat([self.keys, torch.rand(count, dtype=torch.float64, generator=self.random)])
@@ -116,7 +119,7 @@ class Reservoir:
         return places, new
 
     def update(self, x: Tensor) -> None:
-        """Offer the rows of `x [tokens, in]`."""
+        """Draw from the rows of `x [tokens, in]`."""
         if not self.kept.numel():
             self.kept = torch.empty(len(self.keys), x.shape[1])
         places, new = self.draw(len(x))

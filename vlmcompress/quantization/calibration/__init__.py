@@ -1,1 +1,1 @@
-"""Capture the inputs of a model's decoder blocks, keep their statistics, and solve what each block becomes from them."""
+"""Capture the inputs of a model's decoder blocks, store their statistics, and quantize each block with them."""

@@ -1,9 +1,9 @@
 """Q-VLM's search for the clipping ranges of runs of decoder blocks, by the error of the run's output (`schemes.qvlm`).
 
-The inputs of the blocks are captured (`calibration.block_inputs`); then runs of blocks are called by themselves, with one layer
-group's range changed at a time. Memory: inputs and outputs of one run for all samples, three times
-over, and the blocks' other arguments (positions, masks). Time: `4 groups * (grid - 1) * sweeps` times the run's blocks for
-each block, some 100 forward passes of the decoder with the defaults.
+The inputs of the blocks are captured (`calibration.block_inputs`); then runs of blocks are called on their own, while the
+range of one group of layers changes at a time. Memory: three copies of a run's inputs and outputs for all samples, and the
+blocks' other arguments (positions, masks). Time: each block costs `4 groups * (grid - 1) * sweeps` passes through its run,
+about 100 forward passes of the decoder in total with the defaults.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def search_ranges(
     method: QuantMethod,
     progress: Progress = silent,
 ) -> QuantMethod:
-    """Search a range for each group of layers and return the method with them; the model's weights end as they were.
+    """Search a range for each group of layers and return the method with these ranges; the model is unchanged at the end.
 
     Args:
         blocks: the groups to quantize of each decoder block.
         batches: from `encode`.
-        method: a method of scheme `qvlm`; groups that get another one keep their float weights in the search.
+        method: a method of scheme `qvlm`; groups with another scheme keep their float weights in the search.
     """
     modules: list[Any] = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
     base_options, samples = _options(method), capture_block_inputs(vlm, batches, progress)
@@ -52,7 +52,7 @@ def search_ranges(
     quantized = list(floats)
     chosen: dict[Key, float] = {}
     device = accelerator() or vlm.model.device
-    # Two streams: `floats` go through blocks as they were, `quantized` through those that are done.
+    # Two streams: `floats` go through the original blocks, `quantized` through the quantized ones.
     for run in runs:
         outputs = floats
         with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def search_ranges(
 
 
 def _options(method: QuantMethod) -> qvlm.Options:
-    """Of a method of scheme `qvlm`."""
+    """The options of a method of scheme `qvlm`."""
     assert isinstance(method.options, qvlm.Options)
     return method.options
 
@@ -88,7 +88,7 @@ def entropies(vlm: VLM, batches: Sequence[dict[str, Tensor]]) -> list[float]:
 
 
 def call(modules: Sequence[Any], block: int, xs: Sequence[Tensor], samples: Sequence[Batch]) -> list[Tensor]:
-    """Call a block where it is for each batch; return its outputs as the next block gets them, where its inputs were."""
+    """Call a block on its own device for each batch; return the next block's inputs, on the devices of `xs`."""
     device = next(modules[block].parameters()).device
     return [
         batch.run_block(modules[block], block, device, x).to(x.device) for x, batch in zip(xs, samples, strict=True)
@@ -135,7 +135,8 @@ def _descend(
     weights: _Weights,
     options: qvlm.Options,
 ) -> dict[Key, float]:
-    """Change one group's range at a time, as long as the run's output gets closer to `targets`; the ranges are left set."""
+    """Change one group's range at a time while the run's output gets closer to `targets`; leaves the best ranges set and
+    returns their percentiles."""
 
     def error(block: int, xs: list[Tensor]) -> float:
         """Error of the run's output, from the inputs `xs` of one of its blocks on."""
@@ -147,7 +148,7 @@ def _descend(
             float((x - y)[s.modality.to(x.device) > 0].float().square().sum(dtype=torch.float64)) for x, y, s in parts
         )
 
-    # Coordinate descent: the error never rises, and a turn in which nothing changes is a local minimum.
+    # Coordinate descent: the error never rises, and a turn without a change means a local minimum.
     chosen = dict.fromkeys(weights.weights, 1.0)
     least = error(run[0], inputs)
     for _ in range(options.sweeps):
@@ -157,7 +158,7 @@ def _descend(
                 for percentile in qvlm.percentiles(options):
                     if percentile != chosen[key]:
                         weights.set(key, percentile)
-                        # Blocks before this one have their ranges: only it and those after it are run again.
+                        # Blocks before this one do not change: only it and the later ones are run again.
                         if (loss := error(block, xs)) < least:
                             least, chosen[key] = loss, percentile
                 weights.set(key, chosen[key])

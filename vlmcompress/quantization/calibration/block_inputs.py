@@ -1,16 +1,16 @@
-"""The inputs of a decoder's blocks, captured in one pass over the samples in which no block is run.
+"""The inputs of a decoder's blocks, captured in one pass over the samples that runs no block.
 
-Every block is replaced by a stub that records its arguments and outputs zeros; the pass ends at the last one, before the head.
-So the first one's input comes of the model's own embeddings, vision tower and projector; positions and masks are those that the
-model computes; and what arrives at a later block is what the model adds between two of them (Qwen3-VL adds visual features
-after the first ones). From there on a block can be called by itself, as often as needed, with no more than its own weights in
+Every block is replaced by a stub that records its arguments and returns zeros; the pass ends at the last block, before the
+head. So the first block's input comes from the model's own embeddings, vision tower and projector, positions and masks are
+those that the model computes, and the input of a later stub is what the model adds between two blocks (Qwen3-VL adds visual
+features after the first ones). Afterwards a block can be called on its own, as often as needed, with only its own weights in
 memory.
 
-Samples run together that have the same inputs, so that a text and a text with an image never share a batch, and that are of
-like length. Shorter ones are padded on the left, where every token keeps its distance to all others. Its position is that in
-the sample alone all the same: Ministral 3 scales queries by it (`add_positions`; M-RoPE's positions a model derives from the
-attention mask itself). Padding is masked, and its modality is `IGNORED`. A sample without an attention mask goes with others of
-its own length only.
+A batch has samples of similar length with the same kinds of inputs, so text alone and text with an image never share a batch.
+Shorter samples are padded on the left, which keeps the distances between tokens. Positions are still those in the sample
+itself, as Ministral 3 scales queries by them (`add_positions`; for M-RoPE the model derives positions from the attention
+mask). Padding is masked, and its modality is `IGNORED`. Samples without an attention mask are batched only with others of the
+same length.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import error_text
 from vlmcompress.utils.progress import Progress, silent
 
-TOKENS = 2048  # of a batch with its padding, at most, unless it is a single sample
-PADDING = 1 / 8  # of a batch's tokens, at most
-_ROOM = 0.2  # share of an accelerator's free memory that may be taken by what batches keep between two blocks
+TOKENS = 2048  # most tokens of a batch, with padding, unless it is a single sample
+PADDING = 1 / 8  # largest share of padding in a batch
+_ROOM = 0.2  # share of an accelerator's free memory for what batches keep between two blocks
 
 
 class Refused(UserError):
-    """The model raises for some samples: their numbers -> why."""
+    """The model raises for some samples. `reasons`: number of a sample -> reason."""
 
     def __init__(self, reasons: dict[int, str]):
         number, why = next(iter(reasons.items()))
@@ -52,7 +52,7 @@ class Refused(UserError):
 
 
 class StopForward(Exception):
-    """Raised by a hook to end a forward pass, as nothing after it is recorded."""
+    """Raised by a hook to end a forward pass once everything needed is recorded."""
 
 
 @dataclass
@@ -61,10 +61,10 @@ class Batch:
 
     Attributes:
         samples: their indices.
-        modality: `[samples, tokens]` of each token, on the CPU.
-        home: device of the hidden states between two blocks: the accelerator, as long as there is room, or main memory.
+        modality: `[samples, tokens]`, the modality of each token, on the CPU.
+        home: device of the hidden states between two blocks: the accelerator while there is room, then main memory.
         hidden: input of the next block, `[samples, tokens, width]`.
-        calls: for each block and for the output head, its other arguments; what several blocks are given is there once.
+        calls: for each block and for the output head, its other arguments; tensors that several blocks get are stored once.
         added: DeepStack additions after each block, as (rows of `[samples * tokens, width]`, values), or None.
     """
 
@@ -76,9 +76,9 @@ class Batch:
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
     def reference_copy(self) -> Batch:
-        """Copy of the batch whose hidden states run through the unquantized blocks.
+        """Copy of the batch, for the stream through the unquantized blocks.
 
-        What blocks pass to later ones (keys and values, in Gemma 4 by a `UserDict` that they share) is copied, too.
+        Data that blocks pass to later ones (keys and values, in Gemma 4 by a shared `UserDict`) is copied as well.
         """
         copies: dict[int, Any] = {}
         return replace(
@@ -93,7 +93,7 @@ class Batch:
     def run_block(
         self, block: Callable[..., Any], layer: int, device: torch.device, hidden: Tensor | None = None
     ) -> Tensor:
-        """Run a block on `device`, on the batch's hidden states or others for it; returns the input of the next block."""
+        """Run a block on `device`, on the batch's hidden states or on `hidden`; returns the input of the next block."""
         args, kwargs = self.calls[layer]
         args, kwargs, hidden = tree_map_only(
             Tensor, lambda tensor: sent(tensor, device), (args, kwargs, self.hidden if hidden is None else hidden)
@@ -107,7 +107,8 @@ class Batch:
 
 @torch.no_grad()
 def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progress: Progress = silent) -> list[Batch]:
-    """Batches with the input of the first block, ready to go through all of them; of several workers, this one's share.
+    """Make batches with the input of the first block, ready to run through all blocks; with several workers, this worker's
+    share.
 
     Args:
         samples: from `encode`, one sample each.
@@ -141,14 +142,14 @@ def capture_block_inputs(vlm: VLM, samples: Sequence[dict[str, Tensor]], progres
                     raise Refused(reasons) from error
                 raise
             batches[-1].added.append(None)  # nothing is added after the last block
-            batches[-1].calls.append(((), {}))  # nor has the output head, which comes there, other arguments
+            batches[-1].calls.append(((), {}))  # and the output head, which follows it, has no other arguments
             batches[-1].added.append(None)
             progress("capturing block inputs", done, len(chosen))
     return batches
 
 
 def _alone(run: Callable[[list[int]], None], rows: Sequence[int], every: Sequence[int]) -> dict[int, str]:
-    """Which samples of a batch the model raises for by themselves, and why; none where it raises for all that are tried."""
+    """Samples of a batch for which the model raises when run alone -> reason; empty where it raises for every sample tried."""
     reasons, tried = dict[int, str](), [*rows, *[row for row in every if row not in rows][:3]]
     for row in tried:
         try:
@@ -159,28 +160,27 @@ def _alone(run: Callable[[list[int]], None], rows: Sequence[int], every: Sequenc
 
 
 class _Recorder:
-    """Puts the arguments of a model's blocks into batches, on the accelerator while there is room and then in main memory."""
+    """Stores the arguments of a model's blocks in batches, on the accelerator while there is room, then in main memory."""
 
     def __init__(self, device: torch.device, last: int):
         """Args: `last`: number of the last block, at which the model's forward pass ends."""
         self.device, self.last = device, last
         self.room = 0.0 if device.type == "cpu" else _ROOM * torch.accelerator.get_memory_info()[0]
-        self.zeros, self.version = torch.empty(0), 0  # what the last block gave, and whether it was written to since
-        self.kept: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # of the present batch: id -> the tensor, and what is kept of it
+        self.zeros, self.version = torch.empty(0), 0  # what the block before returned, and its version then
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # for the current batch: id -> the tensor and its stored copy
 
     def record(self, batch: Batch, layer: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Keep a block's arguments, of the first its hidden states, of others what was added to zeros; return zeros."""
+        """Store a block's arguments, and of the first block its hidden states, of others what was added to zeros; return
+        zeros."""
         if layer == 0:
             self.kept.clear()
             batch.hidden = self._keep(hidden)
             batch.home = batch.hidden.device
-        # torch counts writes into a tensor in `_version`: a model may add to what a block gave in place.
-        elif hidden is self.zeros and hidden._version == self.version:  # what the block before gave: nothing to look at
+        # torch counts in-place writes in `_version`: a model may add to a block's output in place.
+        elif hidden is self.zeros and hidden._version == self.version:  # unchanged: nothing was added
             batch.added.append(None)
         else:
-            # Blocks give zeros here, so what arrives is just what the model added: kept as the rows that are not zero.
+            # Stubs return zeros, so `hidden` is exactly what the model added: stored as its nonzero rows.
             rows = hidden.flatten(0, 1)
             index = rows.any(1).nonzero().squeeze(1)
             batch.added.append((self._keep(index), self._keep(rows[index])) if len(index) else None)
@@ -195,7 +195,7 @@ class _Recorder:
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        if id(tensor) not in self.kept:  # positions and masks are one tensor for all blocks, and kept once
+        if id(tensor) not in self.kept:  # positions and masks are one tensor for all blocks, stored once
             fits = tensor.nbytes <= self.room
             self.room -= tensor.nbytes if fits else 0
             self.kept[id(tensor)] = tensor, tensor if fits else tensor.cpu()
@@ -203,7 +203,7 @@ class _Recorder:
 
 
 class _Stub(nn.Module):
-    """Stands for a decoder block, whose attributes it shows."""
+    """Takes the place of a decoder block and exposes its attributes."""
 
     def __init__(self, block: nn.Module, layer: int, note: Callable[..., Tensor]):
         super().__init__()
@@ -235,7 +235,7 @@ def bucket_by_length(samples: Sequence[Inputs], tokens: int = TOKENS) -> list[li
 
     Args:
         samples: from `encode`, one sample each.
-        tokens: of a batch, with padding, at most; a longer sample runs alone.
+        tokens: most tokens of a batch, with padding; a longer sample runs alone.
     """
     order = sorted(range(len(samples)), key=lambda index: (repr(_kind(samples[index])), _length(samples[index]), index))
     buckets: list[list[int]] = []
@@ -252,14 +252,14 @@ def bucket_by_length(samples: Sequence[Inputs], tokens: int = TOKENS) -> list[li
 
 
 def collate(samples: Sequence[Inputs]) -> Inputs:
-    """One batch of samples that `bucket_by_length` puts together, each padded on the left to the longest one's length."""
+    """Join samples of one batch of `bucket_by_length`, padded on the left to the length of the longest."""
     length = max(map(_length, samples))
     padded = [_padded(sample, length) for sample in samples]
     return {key: torch.cat([row[key] for row in padded], _rows(key, value)) for key, value in samples[0].items()}
 
 
 def add_positions(inputs: Inputs, spec: ModelSpec) -> None:
-    """Give a batch the position of each token, not counting padding, where its model would count that."""
+    """Add each token's position, not counting padding, to a batch of a model that would otherwise count padding."""
     if spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
         inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
 
@@ -269,7 +269,7 @@ def _length(sample: Inputs) -> int:
 
 
 def _kind(sample: Inputs) -> list[tuple[object, ...]]:
-    """What samples of a batch have in common: names, types and shapes of inputs, apart from what grows with the sample."""
+    """What the samples of a batch must have in common: names, types and shapes of inputs, without axes that vary by sample."""
     length, masked = _length(sample), "attention_mask" in sample
     kind: list[tuple[object, ...]] = [("tokens", 0 if masked else length)]
     for key, value in sorted(sample.items()):
@@ -290,7 +290,7 @@ def _tokens(key: str, value: Tensor, length: int) -> int | None:
 
 
 def _rows(key: str, value: Tensor) -> int:
-    """The axis along which inputs of several samples stand one after another: samples, images, or patches of these."""
+    """The axis along which inputs of several samples are concatenated: samples, images, or patches."""
     if key == "position_ids":
         return value.ndim - 2
     return 1 if key == "deepstack_visual_embeds" else 0  # [levels, patches, width]
@@ -301,7 +301,7 @@ def _padded(sample: Inputs, length: int) -> Inputs:
     if sample_length == length:
         return sample
     ids, modality = sample["input_ids"], sample["modality"]
-    # Padding has an id that the tokenizer knows, but none of an image, of which the model counts the tokens.
+    # Padding uses a valid id, but not an image's, as the model counts those.
     fill = {"input_ids": int(ids[modality != VISION][0]), "modality": IGNORED}  # the id of no image
 
     def wide(key: str, value: Tensor) -> Tensor:

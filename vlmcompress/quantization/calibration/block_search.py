@@ -2,14 +2,15 @@
 
 llm-compressor's `AWQModifier` has the machinery: it remembers the arguments of a block's modules, re-runs them and folds the
 scales found into the model. `BlockSearch` puts MBQ's candidates and losses into it, and mappings scoped to the decoder (its
-defaults match the vision towers of several families). It changes the model that it works on, so it gets a copy, from which only
-the scales are taken. This costs twice the memory and many times the arithmetic of the Gram form.
+defaults match the vision towers of several families). It modifies its model, so it gets a copy, and only the scales are used.
+This takes twice the memory and many times the arithmetic of the Gram form.
 
-`BlockSearch` rests on private parts of `AWQModifier` in llm-compressor 0.14: it replaces the step `_compute_best_scale` and
-calls `_run_samples` and `_smooth_activation_stats` (its test notices if they change).
+`BlockSearch` uses private parts of `AWQModifier` in llm-compressor 0.14: it replaces `_compute_best_scale` and calls
+`_run_samples` and `_smooth_activation_stats` (its test fails if they change).
 
 `run_oneshot` drives llm-compressor's sequential pipeline, which cuts the model into one subgraph per decoder block and runs the
-calibration set through each, sample by sample. The modality of each token travels in the field that it calls `loss_mask`.
+calibration set through each, sample by sample. The modality of each token is passed in the field that llm-compressor calls
+`loss_mask`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class BlockSearch(AWQModifier):
         for scale in scales:
             with contextlib.ExitStack() as stack:
                 for layer in mapping.balance_layers:
-                    # What `QuantizationModifier` will give the layer; none: it stays in 16 bits.
+                    # Set by `QuantizationModifier`; None: the layer stays in 16 bits.
                     args = getattr(layer, "quantization_scheme", None)
                     if args is not None and args.weights is not None:
                         scheme = compressed_tensors.scheme_of(args.model_dump(mode="json"))
@@ -110,7 +111,7 @@ class BlockSearch(AWQModifier):
 
 def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, int]]:
     """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D|, and number of elements."""
-    # llm-compressor keeps the loss mask of each sample in its session; ours holds modalities instead of 0 and 1.
+    # llm-compressor stores each sample's loss mask in its session; ours holds modalities instead of 0 and 1.
     masks = active_session().state.loss_masks
     assert masks is not None  # `run_oneshot` gives every sample its mask
     total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
@@ -125,7 +126,8 @@ def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[
 
 
 def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
-    """A layer's `forward` as the engine computes it: `X / scale`, rounded if activations are, times `Q(W scale)`."""
+    """Make a layer's `forward` as the engine computes it: `X / scale`, rounded if the scheme rounds activations, times `Q(W
+    scale)`."""
     dtype, act = layer.weight.dtype, scheme.activations
     weight = layer.weight.float() * scale
     weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
@@ -163,7 +165,7 @@ def search_blocks(
     search = BlockSearch(mappings=mappings_of(groups), n_grid=options.grid, rho=rho)
     targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
     config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
-    # The modifier folds its scales into the model that it works on; only the scales are wanted.
+    # The modifier folds scales into its model; only the scales are needed.
     copied = replace(vlm, model=copy.deepcopy(vlm.model))
     recipe = [search, QuantizationModifier(config_groups=config["config_groups"])]
     run_oneshot(copied, batches, recipe, models.layer_class(vlm.model, vlm.spec))
@@ -183,15 +185,15 @@ def _exactly(name: str) -> str:
 
 
 def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Give every batch the same keys, as the pipeline traces the model once, with the first batch.
+    """Give every batch the same keys, because the pipeline traces the model once, with the first batch.
 
-    A sample without an image or video gets the shortest sample with one appended, as tokens to ignore: attention is causal,
-    so the text before them is computed as if they weren't there, and statistics leave them out.
+    The shortest sample with an image or video is appended to samples without one, as ignored tokens: attention is causal, so
+    they do not affect the text before them, and statistics exclude them.
     """
     donors = [batch for batch in batches if PIXELS & batch.keys()]
     if len({frozenset(donor) for donor in donors}) > 1:
         raise UserError(
-            "this search runs all samples alike, but some show images and some videos; give it one of the two"
+            "this search needs the same inputs in all samples, but some have images and some videos; use only one of the two"
         )
     if len(donors) in (0, len(batches)):
         return batches
@@ -209,7 +211,7 @@ def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
-    """Load samples from `encode` as llm-compressor takes them: all with the same keys, modalities as `loss_mask`."""
+    """A data loader in llm-compressor's form for samples from `encode`: all with the same keys, modalities as `loss_mask`."""
     items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
     return DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
 

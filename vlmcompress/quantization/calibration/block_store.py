@@ -22,7 +22,7 @@ def block_name(layer: int) -> str:
 
 
 def save_block(work: WorkFolder, layer: int, result: BlockResult) -> None:
-    """Keep a block's result; it is on disk when this returns."""
+    """Save a block's result; it is on disk when this returns."""
     tensors: dict[str, torch.Tensor] = {}
     for kind in _SMALL:
         tensors |= {f"{kind}/{name}": tensor.clone() for name, tensor in getattr(result, kind).items()}  # may be shared
@@ -40,7 +40,7 @@ def save_block(work: WorkFolder, layer: int, result: BlockResult) -> None:
 
 
 def load_block(work: WorkFolder, layer: int, weights: bool = True) -> BlockResult:
-    """Read a finished block's result, exactly as it was saved; without its weights it is small."""
+    """Read a finished block's result exactly as it was saved, with or without its weights (which make up its size)."""
     result = BlockResult()
     with work.opened(block_name(layer)) as file:
         metadata = file.metadata()
@@ -63,7 +63,7 @@ def load_block(work: WorkFolder, layer: int, weights: bool = True) -> BlockResul
 
 
 def block_bytes(weights: Format, shape: Sequence[int]) -> int:
-    """Bytes that `save_block` takes for a matrix `[out, in]`: a byte a code, scales of at most 4, zero points of 1."""
+    """Bytes on disk that `save_block` needs for a matrix `[out, in]`: 1 per code, at most 4 per scale, 1 per zero point."""
     rows, columns = shape
     groups = -(-columns // weights.group) if weights.group > 0 else 1
     return rows * columns + rows * groups * (4 if weights.symmetric else 5)

@@ -1,15 +1,15 @@
 """Capture the inputs of a decoder's linear layers block by block, over calibration samples.
 
-`capture_blocks` yields a block when it has seen all samples. `CaptureSpec.prefix` says what is quantized by then:
+`capture_blocks` yields a block once all samples have run through it. `CaptureSpec.prefix` says what is quantized by then:
 
 * "float": nothing. A block runs once, and its output is the next one's input.
-* "blocks": the caller modifies each block that it is given; the block is run again so that the next one sees the new output.
-  Its first run ends at the last layer whose input is captured.
+* "blocks": the caller modifies each yielded block, which then runs again, so that the next block sees the new output. The
+  first run ends at the last layer whose input is captured.
 * "groups": a block is captured group by group; the caller modifies each group before the next one is captured.
 
-Where the cross-Gram matrix is captured (`statistics.inputs`), copies of the batches run through the blocks as they were, each
-batch just before it runs through the changed block: inputs of both are in memory for one batch only, hidden states between two
-blocks for all. Otherwise memory holds one block's statistics and, on an accelerator, one block's weights.
+Where the cross-Gram matrix is captured (`statistics.inputs`), copies of the batches run through the original blocks, each
+batch just before it runs through the modified block. Layer inputs of both are in memory for one batch at a time, hidden states
+between two blocks for all batches. Otherwise memory holds one block's statistics and, on an accelerator, one block's weights.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def capture_blocks(
     release: bool = False,
     progress: Progress = silent,
 ) -> Iterator[tuple[int, BlockCapture | None]]:
-    """Yield the number of each block that has groups, with its capture; with the prefix "groups" as often as it has groups.
+    """Yield the number of each block that has groups, with its capture; with the prefix "groups" once per group.
 
     Args:
-        blocks: the groups to capture of each decoder block, and after the last one, if wanted, the output head's.
+        blocks: the groups to capture of each decoder block, optionally followed by the output head's.
         samples: from `encode`, one sample each.
-        finished: whether a block need not be captured; it is yielded with None in its turn.
+        finished: whether a block needs no capture; it is then yielded with None.
         passed: called with the number of each block that has groups when its output has been passed on, before it leaves the
             accelerator.
-        release: leave nothing of `samples` but `modality` when the blocks' inputs are captured: pictures take gigabytes.
+        release: once the blocks' inputs are captured, remove everything except `modality` from `samples`, as images take
+            gigabytes.
         progress: called with (label, done, total).
 
     Raises:
@@ -69,7 +70,7 @@ def capture_blocks(
     for sample in samples if release else ():
         for name in sample.keys() - {"modality"}:
             del sample[name]
-    # Blocks after the last one that is pending are not run: nothing of them is wanted.
+    # Blocks after the last pending one need not run.
     pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
     last = max(pending, default=-1)
     parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
@@ -79,10 +80,10 @@ def capture_blocks(
         advanced = False
         with resident(block, run.device), routed_to_all(block) if spec.all_experts else nullcontext():
             if layer in pending:
-                # The caller changes the block between its groups: its 16-bit form is kept for the reference's stream.
+                # The caller changes the block between its groups, so the reference stream keeps a 16-bit copy.
                 reference = copy.deepcopy(block) if run.reference_batches else None
                 for number, part in enumerate(parts[layer], start=1):
-                    leaves = layer < last and number == len(parts[layer])  # samples go on to the next block
+                    leaves = layer < last and number == len(parts[layer])  # samples advance to the next block
                     advanced = leaves and spec.prefix == "float"
                     with phase("observing"):
                         captured = run.capture(layer, block, part, reference, advance=advanced, leaves=leaves)
@@ -93,7 +94,7 @@ def capture_blocks(
                     run.advance(layer, block, run.reference_batches)
                 if groups:
                     yield layer, None
-            # "blocks" and "groups": the caller has put the quantized weights in, and the next block sees their output.
+            # "blocks" and "groups": the block now has quantized weights, and the next block sees its output.
             if layer < last and not advanced:
                 run.advance(layer, block, run.batches)
             if groups:
@@ -108,7 +109,7 @@ class _Capture:
         self.paths = [*models.decoder_layers(vlm.model, vlm.spec), ""]  # the output head is in no block
         with phase("capturing block inputs"):
             self.batches: list[Batch] = capture_block_inputs(vlm, samples, progress)
-        # The same samples on their way through the blocks as they were; none where that is not captured.
+        # The same samples in the stream through the original blocks; empty unless the cross-Gram matrix is captured.
         self.reference_batches = [batch.reference_copy() for batch in self.batches] if CROSS in spec.statistics else []
         self.device = accelerator() or vlm.model.device
         self.tokens = self._index([sample["modality"] for sample in samples])
@@ -156,11 +157,11 @@ class _Capture:
         advance: bool,
         leaves: bool,
     ) -> BlockCapture:
-        """Run all samples through a block, or as far as there is something to capture.
+        """Run all samples through a block, or up to the last captured input.
 
         Args:
-            original: the block as it was, which the reference batches run through; None: there are none.
-            advance: the samples go on to the next block; `leaves`: the reference batches do.
+            original: the original block, for the reference batches; None: there are none.
+            advance: whether samples advance to the next block; `leaves`: whether the reference batches do.
         """
         path = self.paths[layer]
         stops = not path or (not advance and not self.spec.kv_cache)

@@ -2,16 +2,16 @@
 
 The loss is the cross entropy of a sample's answer tokens, mean over them, teacher forced. At the output `Y [tokens, out]` of
 every linear layer of the decoder the gradient `dL/dY` is reduced to two numbers per modality: MBQ's mean magnitude (arXiv
-2412.19509) and the mean square, a diagonal of the empirical Fisher information (`statistics.gradients` says what they are
-for). Samples of like length run together (`calibration.block_inputs`), each with its own loss, so that the numbers are those
-of samples that run alone. The model is called as a whole, so that it computes its own positions (M-RoPE's too); parameters
-get no gradients, and autograd starts at the first decoder block, so the tower is not traced. Decoder blocks are
-checkpointed: memory holds the input of every block and the graph of one. The output head, whose logits may take more memory
-than all blocks, gets the answers' tokens some at a time. Cost: two forward passes and a backward pass that computes no weight
-gradients, about three forward passes. A CPU that only emulates 16-bit products multiplies in float32 (`models.devices`).
+2412.19509) and the mean square, a diagonal of the empirical Fisher information (see `statistics.gradients` for their use).
+Samples of similar length run together (`calibration.block_inputs`), each with its own loss, so batching does not change the
+numbers. The whole model is called, so that it computes its own positions (M-RoPE's too); parameters get no gradients, and
+autograd starts at the first decoder block, so the tower is not traced. Decoder blocks are checkpointed: memory holds the input
+of every block and the graph of one. The output head, whose logits may take more memory than all blocks, processes the answers'
+tokens in parts. Cost: two forward passes and a backward pass that computes no weight gradients, about three forward passes. A
+CPU that only emulates 16-bit products multiplies in float32 (`models.devices`).
 
-On a machine with an accelerator the model is there meanwhile; of one that does not fit the blocks are streamed. Sums over
-tokens are taken in one order, in float64, so that results are the same in every run.
+With an accelerator the model is moved there for the pass; blocks are streamed if it does not fit. Sums over tokens have a
+fixed order, in float64, so that results are reproducible.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.work_folder import WorkFolder
 
-NO_ANSWER = "no calibration sample has an answer, and gradients are those of the answer's loss; add answers"
-_HALF_SCALE = 1024.0  # of the loss where gradients are float16, whose smallest number is 6e-8
-_NO_TARGET = -100  # where a token predicts nothing that counts
-_LOGITS = 1 << 25  # logits that there are at a time
-_KINDS = 1 + len(MODALITIES)  # of tokens; the first are ignored
+NO_ANSWER = "no calibration sample has an answer, which the gradients of the loss need; add answers"
+_HALF_SCALE = 1024.0  # loss scale where gradients are float16, whose smallest number is 6e-8
+_NO_TARGET = -100  # target of tokens that are not part of the loss
+_LOGITS = 1 << 25  # most logits in memory at a time
+_KINDS = 1 + len(MODALITIES)  # kinds of tokens; the first is ignored
 
 
 def gradients(
@@ -61,7 +61,7 @@ def gradients(
     Args:
         batches: from `encode`, one sample each; samples without an answer are passed over.
         progress: called with (label, done, total).
-        checkpointed: keep the graph of one block instead of all; the same result.
+        checkpointed: keep the graph of one block instead of all; does not change the result.
 
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
@@ -104,7 +104,7 @@ def kept_gradients(
     batches: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> Gradients:
-    """The gradients that `work` keeps; where it has none yet, those of a pass, which it keeps then."""
+    """Read the gradients from `work`, or compute them and save them there."""
     stored = work.read_note("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
@@ -127,13 +127,13 @@ def kept_sensitivities(
 
 
 def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
-    """Send the gradient of each sample's loss times `scale` back through the model.
+    """Backpropagate each sample's loss times `scale` through the model.
 
     Args:
         batch: as from `encode`, of one sample or several.
 
     Returns:
-        `[samples]`, the losses in nats: the mean cross entropy of the tokens that a sample's answer tokens predict, the next.
+        Losses in nats, `[samples]`: the mean cross entropy of the next-token predictions at a sample's answer tokens.
     """
     inputs = {key: value for key, value in batch.items() if key != "modality"}
     answers = batch["modality"][:, :-1] == ANSWER
@@ -145,9 +145,9 @@ def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
         logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    # The head's logits are made and differentiated some columns at a time: the model's base runs once, its output is kept as a
-    # leaf, each call with `logits_to_keep` (transformers' argument) meets that instead of the base, and the base's own graph
-    # gets the sum of the leaf's gradients at the end.
+    # Logits are computed and differentiated some columns at a time: the base model runs once and its output becomes a leaf;
+    # each call with `logits_to_keep` (transformers' argument) uses that leaf instead of the base; at the end the leaf's summed
+    # gradient is backpropagated through the base.
     kept: list[Any] = []  # what the model passes to its head
     hook = model.base_model.register_forward_hook(lambda _module, _args, output: kept.append(output))
     vocabulary = logits(columns[:1]).shape[-1]
@@ -167,24 +167,25 @@ def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
 
 
 class _Totals:
-    """Sums over samples of what backward passes bring to the outputs of linear layers, by modality.
+    """Sums over samples of the gradients at the outputs of linear layers, by modality.
 
     Attributes:
-        sums: layer -> `[modalities, 4]`: of sample means of magnitudes, of tokens' squares; samples, tokens.
-        problem: the first thing that was wrong with a sample, in words; None: nothing.
+        sums: layer -> `[modalities, 4]`: sum of samples' mean magnitudes, sum of tokens' squares, number of samples, of
+            tokens.
+        problem: message about the first faulty sample; None: there is none.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = {name: torch.zeros(len(MODALITIES), 4, dtype=torch.float64) for name in names}
-        self._batch_sums: dict[str, Tensor] = {}  # of the present batch: layer -> [samples, kinds, 3]
-        self._kinds = torch.empty(0)  # whether each token is of each kind, [samples, tokens, kinds, 1]
-        self._experts: set[str] = set()  # layers that need not see a token
+        self._batch_sums: dict[str, Tensor] = {}  # current batch: layer -> [samples, kinds, 3]
+        self._kinds = torch.empty(0)  # one-hot kind of each token, [samples, tokens, kinds, 1]
+        self._experts: set[str] = set()  # layers that may see no token
         self._rows = 0
         self.problem: str | None = None
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Have the gradient at each layer's output reduced to sums over a sample's tokens of a modality."""
+        """Within the context, gradients at layers' outputs are reduced to sums over a sample's tokens of each modality."""
         with contextlib.ExitStack() as hooks:
             for name in self.sums:
                 parent = model.get_submodule(name.rpartition(".")[0])
@@ -194,15 +195,15 @@ class _Totals:
             yield
 
     def begin(self, modality: Tensor) -> None:
-        """Tell what the tokens of the next batch are: `modality [samples, tokens]`."""
+        """Start a batch with the tokens' `modality [samples, tokens]`."""
         self._rows = len(modality)
         self._kinds = (modality[..., None] == torch.arange(_KINDS, device=modality.device))[..., None]
 
     def end(self, scale: float, indices: Sequence[int]) -> None:
-        """Add the gradients since `begin`, of a loss times `scale`. `indices` of the samples are for messages."""
+        """Add the gradients since `begin`, of a loss times `scale`. `indices`: numbers of the samples, for messages."""
         if missing := self.sums.keys() - self._batch_sums.keys() - self._experts:
             raise UserError(
-                f"the answer's loss does not depend on {min(missing)}; the model's decoder is not as described"
+                f"the answer's loss does not depend on {min(missing)}; the model's decoder does not match its family"
             )
         names = list(self._batch_sums)
         together = torch.stack([self._batch_sums[name] for name in names]).cpu()
@@ -213,13 +214,14 @@ class _Totals:
             self.problem = self.problem or bad
         for name, sums in zip(names, together[:, :, 1:], strict=True):
             tokens = sums[..., 2]
-            # MBQ's g: the mean over a sample's tokens, then over samples, however long they are. Fisher's squares: over tokens.
+            # MBQ's g: the mean over a sample's tokens, then over samples of any length. Squares (Fisher): the mean over
+            # tokens.
             magnitude = sums[..., 0] / tokens.clamp_min(1)
             self.sums[name] += torch.stack([magnitude, sums[..., 1], tokens > 0, tokens], 2).sum(0)
         self._batch_sums.clear()
 
     def mean(self, name: str, model: nn.Module) -> Gradient:
-        """A layer's means over the samples of all workers, of those modalities that occurred."""
+        """A layer's means over the samples of all workers, for modalities that occurred."""
         sums = distributed.all_sum(self.sums[name])
         rows = {m: row for m, row in zip(MODALITIES, sums.tolist(), strict=True) if row[3]}
         return Gradient(
@@ -234,7 +236,7 @@ class _Totals:
             # [tokens, 3]: mean |dL/dY| and (dL/dY)^2 over channels, and 1 to count tokens; sums over tokens in float64.
             values = torch.stack([rows.abs().mean(1), rows.square().mean(1), rows.new_ones(len(rows))], 1).double()
             tokens = self._kinds.shape[:2]
-            if upstream is not None:  # the tokens that an expert is sent, each once
+            if upstream is not None:  # the tokens routed to an expert, each once
                 values = values.new_zeros(tokens.numel(), 3).index_copy_(0, upstream, values)
             self._batch_sums[name] = torch.where(self._kinds, values.view(*tokens, 1, 3), 0).sum(1)
 
@@ -248,7 +250,7 @@ class _Totals:
 
 @contextlib.contextmanager
 def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
-    """Let the graph begin at the input of the first decoder block, and let each block keep no more of it than its input."""
+    """Within the context the graph begins at the input of the first decoder block, and each block stores only its input."""
     blocks = [vlm.model.get_submodule(name) for name in models.decoder_layers(vlm.model, vlm.spec)]
 
     def begin(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -256,10 +258,12 @@ def _graph(vlm: VLM, checkpointed: bool) -> Iterator[None]:
 
     def twice(forward: Callable) -> Callable:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with float_products(vlm.model):  # entered in both runs: a backward pass is in no context of its caller's
+            with float_products(
+                vlm.model
+            ):  # entered in both runs: the backward pass does not inherit the caller's context
                 return forward(*args, **kwargs)
 
-        # The block runs again in the backward pass. Dropout is off, so no state of random numbers has to be kept.
+        # The block runs again in the backward pass. Dropout is off, so no random state has to be stored.
         return lambda *args, **kwargs: checkpoint(
             inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )

@@ -1,4 +1,4 @@
-"""Hooks that record the inputs of a decoder block's linear layers, and the types that say what is recorded."""
+"""Hooks that record the inputs of a decoder block's linear layers, and types that describe what to record."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from vlmcompress.utils import distributed
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What is captured of each block.
+    """What to capture of each block.
 
     Attributes:
         statistics: names of the statistics of each group of linear layers (`statistics.inputs`).
-        prefix: what is quantized already where a group's inputs are captured: nothing ("float"), the "blocks" before its own,
-            or also the "groups" before it in its block.
-        kv_cache: ranges of keys and values, too.
-        sampled_rows: how many rows of the first group's input are drawn; 0: none.
-        seed: of that draw.
-        all_experts: every expert of a mixture is given all tokens, not those alone that the router sends it.
+        prefix: what is quantized when a group's inputs are captured: nothing ("float"), the "blocks" before, or also the
+            earlier "groups" of the same block.
+        kv_cache: also capture ranges of keys and values.
+        sampled_rows: number of rows to draw from the first group's input; 0: none.
+        seed: seed of that draw.
+        all_experts: give every expert of a mixture all tokens, not only those routed to it.
     """
 
     statistics: frozenset[str]
@@ -49,8 +49,8 @@ class BlockCapture:
     """What was captured of a block.
 
     Attributes:
-        stats: by group of linear layers.
-        kv_ranges: attention module -> ranges of keys and values; empty where they are not captured.
+        stats: group of linear layers -> statistics of its input.
+        kv_ranges: attention module -> ranges of keys and values; empty if not captured.
         rows: drawn rows of the first group's input, `[at most sampled_rows, in]` float32; None where none are drawn.
     """
 
@@ -61,13 +61,13 @@ class BlockCapture:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """Where the tokens of each modality are among the rows that a layer is given.
+    """Positions of each modality's tokens among the rows of a layer's input.
 
     Attributes:
-        splits: by batch, its rows by modality.
-        drawn: by batch, those of its rows that belong to a sample of the tokens of all batches.
-        counts: modality -> its tokens in all samples, those of other workers included.
-        layer_draw: subsample of the tokens, for experts that are given too few; None: the model has no experts.
+        splits: for each batch, its rows by modality.
+        drawn: for each batch, its rows in a sample of the tokens of all batches.
+        counts: modality -> number of tokens in all samples of all workers.
+        layer_draw: subsample of the tokens, for experts with too few; None: the model has no experts.
     """
 
     splits: list[Split]
@@ -77,7 +77,7 @@ class TokenIndex:
 
 
 class ReferenceBlock:
-    """A copy of a block before it was changed, which gives the inputs that its layers have in the 16-bit model.
+    """A copy of an unmodified block, which computes the inputs that its layers have in the 16-bit model.
 
     Args:
         path: name of the block in the model.
@@ -89,7 +89,7 @@ class ReferenceBlock:
         self, block: nn.Module, path: str, layer: int, groups: Sequence[Group], device: torch.device, *, advance: bool
     ):
         self.layer, self.device, self.advance = layer, device, advance
-        self.inputs: dict[int, Tensor] = {}  # by index of the group, of the present batch
+        self.inputs: dict[int, Tensor] = {}  # index of the group -> input, for the current batch
         self.count = len(groups)
         self.hooks = [
             block.get_submodule(group.linears[0].removeprefix(f"{path}.")).register_forward_pre_hook(self._hook(index))
@@ -121,13 +121,13 @@ class ReferenceBlock:
 
 
 class InputRecorder:
-    """Hooks on the first linear layer of each group of a block, which collect statistics of their inputs; a context.
+    """Context manager with hooks on the first linear layer of each group of a block, which collect statistics of inputs.
 
     Args:
         path: name of the block in the model.
         groups: the groups to record, of `spec`.
-        tokens: where the tokens of each modality are.
-        device: where the block runs.
+        tokens: positions of each modality's tokens.
+        device: device on which the block runs.
         stops: end each forward pass when the last group's input is recorded.
     """
 
@@ -165,20 +165,20 @@ class InputRecorder:
         self.hooks.close()
 
     def begin(self, number: int, batch: Batch, reference: dict[int, Tensor]) -> None:
-        """Get ready for a batch. `reference`: the groups' inputs in the 16-bit model, where those are recorded."""
+        """Prepare for a batch. `reference`: the groups' inputs in the 16-bit model, or empty."""
         self.number, self.batch, self.reference = number, batch, reference
         self.recorded: set[int] = set()  # indices of groups
         if self.routed:
             self.routed.begin(number, batch.modality)
 
     def fill(self) -> None:
-        """After all batches, run experts that were given too few tokens on others."""
+        """After all batches, run experts that had too few tokens on other tokens."""
         self.stops = False
         if self.routed:
             self.routed.fill(self.collectors)
 
     def finish(self, faulty_sample: Callable[[], int | None]) -> BlockCapture:
-        """What all workers have recorded. Raises UserError for NaN or Inf among inputs, which names the `faulty_sample`."""
+        """Statistics of all workers. Raises UserError for NaN or Inf among inputs, with the number from `faulty_sample`."""
         problem = None
         for group, collector in zip(self.groups, self.collectors, strict=True):
             try:
@@ -205,14 +205,12 @@ class InputRecorder:
             x = args[0]  # [..., in]
             if self.routed and index in self.routed.owners:
                 split: Split | None = self.routed.split(index)
-            else:  # None, all rows alike, where these are not the batch's tokens
+            else:  # None: rows are not the batch's tokens and count alike
                 of_batch = self.tokens.splits[self.number]
                 split = of_batch if x.numel() // x.shape[-1] == of_batch.tokens else None
             self.collectors[index].add(x, split, self.reference.pop(index, None))
             if index == 0 and self.spec.sampled_rows and "text" in self.tokens.drawn[self.number].drawn:
-                slots, indices = self.tokens.drawn[self.number].drawn[
-                    "text"
-                ]  # of all tokens, as the draw knows one kind
+                slots, indices = self.tokens.drawn[self.number].drawn["text"]  # the draw distinguishes no modalities
                 rows = x.reshape(-1, x.shape[-1]).index_select(0, indices)
                 self.rows.index_copy_(0, slots, rows.float())
             self.recorded.add(index)
@@ -229,7 +227,7 @@ class _RecordingCache:
         self.ranges, self.mask = ranges, mask
 
     def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Record keys and values `[samples, heads, tokens, channels]` and give them back."""
+        """Record keys and values `[samples, heads, tokens, channels]` and return them."""
         for index, states in enumerate((keys, values)):
             fits = (states.shape[0], states.shape[2]) == self.mask.shape
             self.ranges.update(index, states, self.mask if fits else None)
@@ -237,13 +235,13 @@ class _RecordingCache:
 
 
 def record_kv_cache(attention: Any, ranges: KVRange, modality: Callable[[], Tensor]) -> RemovableHandle:
-    """Record the ranges of an attention module's keys and values, as vLLM caches them, until the handle is removed.
+    """Record the ranges of an attention module's keys and values as vLLM caches them, until the returned handle is removed.
 
-    vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale of each kind a layer. Without scales it uses
-    1.0, which clips values beyond 448 and wastes range on small ones.
+    vLLM stores `k / k_scale` and `v / v_scale` as float8_e4m3, with one scale each per layer. Without scales it uses 1.0,
+    which clips values above 448 and wastes range on small ones.
 
     Args:
-        modality: returns that of the tokens of the present batch, `[samples, tokens]`.
+        modality: returns the modality of the current batch's tokens, `[samples, tokens]`.
     """
 
     # transformers' attention calls `past_key_values.update(keys, values, layer)` after RoPE and attends to what it returns.

@@ -1,8 +1,8 @@
-"""Statistics of a mixture's experts: of the tokens that are routed to each, and of others for those that get too few.
+"""Statistics of a mixture's experts: of the tokens routed to each, and of further tokens for experts that get too few.
 
-An expert is seen with the tokens that the router sends it. One that gets fewer than its input has channels has a Gram matrix
-of low rank, from which error feedback and clipping would learn what does not hold elsewhere. It is run on other tokens of its
-layer as well, drawn evenly from all of them, until it has seen as many as that; each of them counts as one of its own.
+An expert that gets fewer tokens than its input has channels has a Gram matrix of low rank, to which error feedback and
+clipping would overfit. Such an expert also runs on other tokens of its layer, drawn uniformly, until it has seen as many
+tokens as channels; they count like its own tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mixtures(model: nn.Module) -> list[Experts]:
 
 @contextmanager
 def routed_to_all(model: nn.Module) -> Iterator[None]:
-    """Every expert is given all tokens within the context."""
+    """Within the context every expert gets all tokens."""
     layers = mixtures(model)
     try:
         for mixture in layers:
@@ -42,14 +42,14 @@ def routed_to_all(model: nn.Module) -> Iterator[None]:
 
 
 class LayerDraw:
-    """Stratified subsample that tops up under-routed experts: `width` tokens at most, each modality with its share.
+    """Stratified subsample for experts with too few tokens: at most `width` tokens, each modality with its share.
 
     Args:
-        counts: modality -> its tokens in all samples.
+        counts: modality -> number of tokens in all samples.
         masks: modality of each sample's tokens.
-        batches: the samples of each batch.
+        batches: indices of each batch's samples.
         width: channels of a layer's input.
-        seed: of the draw.
+        seed: seed of the draw.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class LayerDraw:
 
 
 class Routed:
-    """Records the tokens that the experts of one block are given.
+    """Records the tokens that the experts of one block get.
 
     Attributes:
-        owners: index of a group of linear layers -> the expert that it is in.
-        counts: after `fill`, index of such a group -> tokens that it was shown, by modality, in all workers.
-        borrowed: after `fill`, index of the first group of an expert -> how many of them were not routed to it.
+        owners: index of a group of linear layers -> its expert.
+        counts: after `fill`, index of such a group -> number of tokens it has seen in all workers, by modality.
+        borrowed: after `fill`, index of the first group of an expert -> how many of these tokens were not routed to it.
     """
 
     def __init__(self, mixture: Experts, owners: Mapping[int, Expert], draw: LayerDraw, device: torch.device):
         self.mixture, self.owners, self.draw, self.device = mixture, owners, draw, device
         self.counts: dict[int, dict[str, int]] = {}
         self.borrowed: dict[int, int] = {}
-        self._codes = torch.empty(0, dtype=torch.long)  # modality of each token that is on its way
+        self._codes = torch.empty(0, dtype=torch.long)  # modality of each token of the current batch
         self._drawn: Mapping[str, Drawn] = {}
         self._kept = {name: torch.zeros(room, draw.width, device=device) for name, room in draw.room.items()}
         self._samples: dict[tuple[int, str], Reservoir] = {}
 
     @staticmethod
     def of(model: nn.Module, groups: Sequence[Group], draw: LayerDraw, device: torch.device) -> Routed | None:
-        """The experts that hold some of a block's groups; None where none does."""
+        """The recorder for the experts that contain some of a block's groups; None if there are none."""
         paths = {
             index: group.linears[0].rpartition(".")[0] for index, group in enumerate(groups) if group.expert is not None
         }
@@ -96,7 +96,7 @@ class Routed:
         return Routed(mixture, owners, draw, device)
 
     def begin(self, number: int, modality: Tensor) -> None:
-        """Get ready for a batch. `modality`: of its tokens, `[samples, tokens]`."""
+        """Prepare for a batch with the tokens' `modality [samples, tokens]`."""
         self._codes, self._drawn = modality.flatten().to(self.device), self.draw.splits[number].drawn
 
     def watching(self) -> Any:
@@ -110,7 +110,7 @@ class Routed:
         return self.mixture.register_forward_pre_hook(keep)
 
     def split(self, index: int) -> Split:
-        """Modalities of the rows that a group's expert is given now, and which of them are sampled."""
+        """Modalities of the rows that a group's expert is processing, and which of them are sampled."""
         rows = self.owners[index].rows
         assert rows is not None
         routed = split_modalities(self._codes[rows])
@@ -122,7 +122,7 @@ class Routed:
         return routed.to(self.device)
 
     def fill(self, collectors: Sequence[Collector]) -> None:
-        """Run experts that saw too few tokens on others of the layer. Every worker calls this, after its last batch."""
+        """Run experts that saw too few tokens on other tokens of the layer. Every worker calls this, after its last batch."""
         # As many tokens as the Gram matrix [in, in] has rows, below which it is singular.
         least, counts = min(self.draw.width, self.draw.tokens), self._counted(collectors)
         firsts = {id(self.owners[index]): index for index in sorted(self.owners, reverse=True)}
@@ -135,7 +135,7 @@ class Routed:
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.draw.seed))
             for index in distributed.shard(list(self.borrowed)):
                 chosen, expert = order[: self.borrowed[index]], self.owners[index]
-                # The expert's hooks record what it is given: these rows, of these modalities.
+                # The expert's hooks record these rows with these modalities.
                 self._codes = codes[chosen].to(self.device)
                 expert.rows = torch.arange(len(chosen), device=self.device)
                 try:
@@ -145,7 +145,7 @@ class Routed:
         self.counts = self._counted(collectors)
 
     def _counted(self, collectors: Sequence[Collector]) -> dict[int, dict[str, int]]:
-        """Tokens that the experts have seen so far in all workers, by modality."""
+        """Number of tokens that the experts have seen so far in all workers, by modality."""
         counts = torch.tensor([[collectors[index].count[name] for name in MODALITIES] for index in self.owners])
         rows = distributed.all_sum(counts.to(self.device)).tolist()
         return {index: dict(zip(MODALITIES, row, strict=True)) for index, row in zip(self.owners, rows, strict=True)}

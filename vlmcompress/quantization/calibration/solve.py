@@ -2,10 +2,9 @@
 
 A block's linear layers come in groups that read the same input. First every group may be *smoothed* (AWQ,
 SmoothQuant): its weights are multiplied per input channel by `s` and the op before it divided by `s`, which changes
-nothing in exact arithmetic. A norm is stored in 16 bits, so the `s` that its quotient was rounded to is the one that its
-readers' weights are multiplied by. Then each weight is quantized with the statistics of the smoothed input, which follow
-from those of the plain input in closed form (`GroupStats.rescaled`). So one pass over the calibration data serves
-both steps.
+nothing in exact arithmetic. A norm's weight is stored in 16 bits, so weights are multiplied by the `s` that results from
+rounding the divided norm. Then each weight is quantized with the statistics of the smoothed input, which follow from those of
+the plain input in closed form (`GroupStats.rescaled`), so one pass over the calibration data serves both steps.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions,
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 
-FEW = "experts that few tokens were routed to were shown others of their layer as well (--all-experts shows all of them all)"
+FEW = "experts with few routed tokens were calibrated on other tokens of their layer as well (--all-experts gives all to each)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
 
 
 @dataclass(frozen=True)
 class QuantMethod:
-    """A scheme with its options, for every group of the decoder but those that `others` names.
+    """A scheme with its options, for every group of the decoder except those in `others`.
 
     Attributes:
-        others: (block, group name) -> the method of a group that gets another one.
-        scale_dtype: the dtype that the written format has for scales; None: that of the weights.
+        others: (block, group name) -> method of a group with another scheme.
+        scale_dtype: dtype of scales in the written format; None: that of the weights.
     """
 
     module: Quantizer
@@ -46,12 +45,12 @@ class QuantMethod:
     scale_dtype: torch.dtype | None = None
 
     def of(self, group: Group) -> QuantMethod:
-        """The method that a group gets."""
+        """The method for a group."""
         return self.others.get((group.layer, group.name), self)
 
     @property
     def needs(self) -> Needs:
-        """What the scheme requires of a run, with the gradients that its balance reads, and the statistics of `others`."""
+        """What the scheme requires from a run, including gradients for its balance, and the statistics of `others`."""
         needs = self.module.needs(self.options)
         gradient = {"gradient"} if self.options.balance == "mbq" else set()
         others = (other.needs.statistics for other in self.others.values())
@@ -59,7 +58,7 @@ class QuantMethod:
 
     @property
     def scheme(self) -> Scheme | None:
-        """Number formats of the result, but for `others`; None: the weights stay as they are."""
+        """Number formats of the result, except `others`; None: the weights are not quantized."""
         return self.module.scheme(self.options)
 
     @property
@@ -75,15 +74,16 @@ class BlockResult:
 
     Attributes:
         smoothing: op -> s `[channels]`: its output is divided by s (the weights that read it are multiplied already).
-        multiplied: layer that reads such an output and stays in 16 bits -> s: its weight's columns are to be multiplied.
+        multiplied: 16-bit layer that reads such an output -> s: the columns of its weight have to be multiplied by s.
         weights: linear -> its quantized weight.
-        input_scales: linear -> static activation scale, scalar; of NVFP4 activations their global scale.
+        input_scales: linear -> static activation scale, scalar; for NVFP4 activations their global scale.
         kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.numerics.statistics.kv_range`.
-        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly
-            spaced output channels, and what rounding `X` adds where the scheme does; `weight` without data.
-        maxima: first linear of a group -> modality -> share of input channels in which it holds the maximum; empty where
-            maxima were not collected.
-        warnings: what happened otherwise than asked for: (what, first linear of the group concerned, details).
+        errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly spaced
+            output channels, including the rounding of `X` if the scheme rounds inputs; without data `weight` -> error of the
+            weight.
+        maxima: first linear of a group -> modality -> share of input channels whose maximum it holds; empty if maxima were not
+            collected.
+        warnings: deviations from what was asked for: (what, first linear of the group, details).
     """
 
     smoothing: dict[str, Tensor] = field(default_factory=dict)
@@ -118,24 +118,25 @@ def solve_block(
     Args:
         groups: the groups to quantize, in the order in which data flows through them.
         weights: linear -> weight `[out, in]`, any float dtype; not modified.
-        stats: group name -> statistics of its input; empty for data-free methods. Used entries are removed: they are large.
+        stats: group name -> statistics of its input; empty for data-free methods. Entries are removed once used, as they are
+            large.
         scale_dtype: the dtype in which group scales are stored (that of the model).
-        scales: group name -> smoothing scale `[in]` from an earlier search by the model; None: the group is not smoothed.
-        norms: norm -> its weight `[channels]` in the dtype that it is stored in; norms left out are divided exactly.
+        scales: group name -> smoothing scale `[in]` from an earlier search; None: the group is not smoothed.
+        norms: norm -> its weight `[channels]` in its stored dtype; norms left out are divided exactly.
         norm_offset: norms compute `x * (norm_offset + weight)`.
 
     Raises:
-        UserError: a weight or its statistics hold NaN or Inf, or lack what the method needs.
+        UserError: a weight or its statistics hold NaN or Inf, or statistics that the method needs are missing.
     """
     result, factors, data_free = BlockResult(), dict[str, list[Tensor]](), not stats
 
     def current(group: Group) -> list[Tensor]:
-        """A group's weights as smoothed so far, in float32; made on each use, as copies of all would double the memory."""
+        """A group's weights as smoothed so far, in float32; computed on each use, as copies of all would double the memory."""
         if data_free:  # rounding to nearest converts a few rows at a time
             return [weights[name] for name in group.linears]
         return [math.prod(factors.get(name, ()), start=weights[name].float()) for name in group.linears]
 
-    # A scale is folded into the op before: a norm, or a linear layer, whose rows can take it only if they are quantized after.
+    # A scale is folded into the op before: a norm, or a linear layer, if that is quantized afterwards.
     linears = {name for group in groups for name in group.linears}
     foldable = [
         group
@@ -143,8 +144,8 @@ def solve_block(
         if group.name in stats and group.smooth and (group.smooth_kind != "linear" or group.smooth in linears)
     ]
     mine = [group.name for group in distributed.shard(groups)]
-    # A group's scale is searched on weights that no other group's has changed, so workers can share the searches. Each searches
-    # for the groups that it solves, which continue from the factors of their searches.
+    # Scales are searched on weights that other groups' scales have not changed, so workers can share the searches. Each worker
+    # searches for the groups that it solves, and reuses the factors of these searches.
     searched: dict[str, Smoothing] = {}
     for group in foldable:
         chosen = method.of(group)
@@ -165,8 +166,8 @@ def solve_block(
             continue
         assert group.smooth is not None
         if norms and group.smooth in norms:
-            # The norm's weight g / s is rounded to 16 bits: in effect it is divided by g over that, which the weights are
-            # multiplied by instead of s. So the two cancel, and rounding the norm costs nothing.
+            # The norm's weight g / s is rounded to 16 bits. Weights are multiplied by g divided by that rounded value instead
+            # of by s, so the two cancel and rounding the norm costs no accuracy.
             norm = norms[group.smooth]
             exact, old = scale.to(norm.device), norm.float() + norm_offset
             stored = old / (_divided(norm, exact, norm_offset).float() + norm_offset)
@@ -174,7 +175,7 @@ def solve_block(
         result.smoothing[group.smooth] = scale
         result.multiplied |= dict.fromkeys(group.kept, scale)
         stats[group.name] = stats[group.name].rescaled(scale)
-        # W diag(s), and of a linear layer before it diag(1/s) W, which is rounded with its own group.
+        # W diag(s), and for a linear layer before it diag(1/s) W, which is rounded with its own group.
         for name in group.linears:
             factors.setdefault(name, []).append(scale)
         factors.setdefault(group.smooth, []).append(1 / scale[:, None])
@@ -206,14 +207,14 @@ def _solve_group(
         solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factor)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
-        others = f"{stats.borrowed} of {sum(stats.count.values())} tokens are others, each counts as one of its own"
+        others = f"{stats.borrowed} of {sum(stats.count.values())} tokens were not routed to it and count like its own"
         result.warnings.append((FEW, first, others))
     for name, weight, quantized in zip(group.linears, weights, solution.weights, strict=True):
         result.weights[name] = quantized
         act = method.scheme.activations if method.scheme else None
         errors = _errors(weight, quantized, stats, act, solution.input_scale)
         if group.name == HEAD:
-            errors.pop("vision", None)  # no token that the model writes follows a visual one
+            errors.pop("vision", None)  # no generated token follows a visual one directly
         result.errors[name] = errors
         if solution.input_scale is not None:
             result.input_scales[name] = solution.input_scale
@@ -243,8 +244,8 @@ def _errors(
 ) -> dict[str, float]:
     """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight.
 
-    `act`: the format that the layer's inputs are rounded to, which adds to the error: the two are uncorrelated, so their
-    squares add. `input_scale`: its scale where it is static.
+    `act`: format to which the layer's inputs are rounded. That error is uncorrelated with the weights', so squares add.
+    `input_scale`: its scale if it is static.
     """
     if stats is None or "gram" not in stats.needs:
         return {"weight": _weight_error(weight, quantized)}
@@ -279,7 +280,7 @@ def warnings(results: Iterable[BlockResult]) -> list[str]:
 
 @torch.no_grad()
 def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 0.0) -> None:
-    """Put a block's result into the model: divide the smoothed ops, multiply what stays in 16 bits after them, replace
+    """Apply a block's result to the model: divide the smoothed ops, multiply the 16-bit layers that read them, and replace
     quantized weights by their dequantized values.
 
     Args:
@@ -290,11 +291,13 @@ def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 
         offset = 0.0 if isinstance(modules[name], nn.Linear) else norm_offset
         for local, parameter in modules[name].named_parameters(recurse=False):
             if local == "weight" and isinstance(modules[name], nn.Linear):
-                continue  # smoothed already, as it is quantized
+                continue  # quantized layers are already smoothed
             parameter.copy_(_divided(parameter, scale, offset if local == "weight" else 0.0))
     for name, scale in result.multiplied.items():
         weight = modules[name].weight
         weight.data = (weight.float() * scale.to(weight.device)).to(weight.dtype)
     for name, quantized in result.weights.items():
         weight = modules[name].weight
-        weight.data = quantized.dequantize(weight.dtype).to(weight.device)  # not into memory that is mapped from a file
+        weight.data = quantized.dequantize(weight.dtype).to(
+            weight.device
+        )  # not in place: the memory may be mapped from a file

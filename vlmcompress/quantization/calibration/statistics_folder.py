@@ -1,9 +1,9 @@
 """The folder of statistics that `vlmcompress calibrate` writes and `quantize --stats` reads.
 
 It holds a safetensors file per decoder block and `statistics.json`. A file has, for each group of linear layers that
-read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the ranges of keys and values where
-they were asked for. The statistics have a *float prefix*: every block is observed after blocks that are not quantized, so
-they depend on no scheme and serve all of them. `statistics.json` describes them (`Facts`).
+read the same input, `GroupStats.state_dict` under `GROUP/`, and under `kv/ATTENTION` the ranges of keys and values, if
+requested. The statistics have a *float prefix*: every block is observed after unquantized blocks, so they do not depend on the
+scheme and serve all schemes. `statistics.json` describes them (`Facts`).
 """
 
 from __future__ import annotations
@@ -91,20 +91,20 @@ class _Gradients(TypedDict):
 
 
 class Facts(TypedDict):
-    """The JSON object of `statistics.json`. Types name what is read back of it."""
+    """The JSON object of `statistics.json`; only keys that are read back have precise types."""
 
     schema_version: int
     created_by: dict[str, str]  # versions of vlmcompress and of the packages that shape the result
     model: _Model
     processor: dict[str, str]  # file of the tokenizer or processor -> sha256
     calibration: _Data
-    run: NotRequired[str | None]  # fingerprint of the run, which is in the metadata of each block's file, too
+    run: NotRequired[str | None]  # fingerprint of the run, also in the metadata of each block's file
     settings: _Settings  # as given
-    rotate: NotRequired[_Rotation | None]  # the rotation of the model that they are of
-    adapter: NotRequired[str | None]  # SHA-256 of the weights of the adapter that is merged into it
+    rotate: NotRequired[_Rotation | None]  # rotation of the model when it was observed
+    adapter: NotRequired[str | None]  # SHA-256 of the weights of the adapter that was merged into the model
     needs: list[str]  # what was collected
     kv_cache: bool
-    blocks: list[dict[str, Annotated[list[str], Field(min_length=1)]]]  # for each, group -> its linear layers
+    blocks: list[dict[str, Annotated[list[str], Field(min_length=1)]]]  # for each block, group -> its linear layers
     entropy: NotRequired[_Entropy]  # measure (`calibration.entropy`) -> bits of each block's input
     gradients: NotRequired[_Gradients]  # of the answers' loss, see `statistics.gradients`
     timing: NotRequired[dict[str, Number]]  # phase of the run -> seconds
@@ -114,14 +114,14 @@ class Facts(TypedDict):
 def save_statistics(
     work: WorkFolder, layer: int, stats: Mapping[str, GroupStats], kv_ranges: Mapping[str, Tensor]
 ) -> None:
-    """Keep a block's statistics by group, and the ranges of keys and values by attention module."""
+    """Save a block's statistics by group, and its ranges of keys and values by attention module."""
     tensors = {f"{group}/{key}": t for group, state in stats.items() for key, t in state.state_dict().items()}
     work.write(block_name(layer), tensors | {f"kv/{name}": ranges for name, ranges in kv_ranges.items()})
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A readable folder of statistics; make one with `read_statistics`."""
+    """A folder of statistics for reading; see `read_statistics`."""
 
     folder: Path
     facts: dict[str, Any]
@@ -170,7 +170,7 @@ class Statistics:
         return stats, kv_ranges
 
     def other_model(self, model: Path) -> list[str]:
-        """Reasons why the statistics are not of this model, from descriptions alone; empty if they may be."""
+        """Reasons why the statistics belong to another model, from descriptions alone; empty if none is found."""
         was, now = self.facts["model"], identity.source_identity(model)
         for key, what in (("config_sha256", "config"), ("headers_sha256", "shapes of weights")):
             if was[key] != now[key]:
@@ -182,7 +182,7 @@ class Statistics:
         return []
 
     def differs(self, what: str, source: str, was: str | None, model: Path, now: str | None) -> str:
-        """Say in one line that a part of the statistics' model has another hash than that of `model`."""
+        """The message that part of the statistics' model has another hash than that part of `model`."""
         return (
             f"statistics {self.folder} are of another model: sha256 of {what} is {short(was)} for '{source}' and "
             f"{short(now)} for {model}; calibrate {model}"
@@ -190,7 +190,7 @@ class Statistics:
 
     @property
     def rotation(self) -> dict[str, Any] | None:
-        """The rotation of the model that they are of, as `Recipe.rotation` gives it; None for none."""
+        """The rotation of the model when it was observed, in the form of `Recipe.rotation`; None for none."""
         rotation: dict[str, Any] | None = self.facts.get("rotate")
         return rotation
 
@@ -202,7 +202,7 @@ class Statistics:
 
     @property
     def resize(self) -> Resize | None:
-        """How images were made smaller for these statistics; None: they were as they are."""
+        """How images were resized for these statistics; None: they were not."""
         stored = self.facts["calibration"].get("resize")
         return None if stored is None else Resize(**stored)
 
@@ -221,7 +221,7 @@ def read_statistics(folder: Path) -> Statistics:
     linears = [{name for names in groups.values() for name in names} for groups in blocks]
     whole = len(gradients) <= len(blocks) and ("gradients" in facts or "gradient" not in facts["needs"])
     if not whole or any(names - block.keys() for block, names in zip(gradients, linears, strict=False)):
-        raise UserError(f"{path} lacks gradients of some layers; calibrate again")
+        raise UserError(f"{path} has no gradients of some layers; calibrate again")
     for name, recorded in facts["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != recorded["size"]:
             raise UserError(f"{folder / name} is missing or of another size than recorded; calibrate again")
@@ -234,5 +234,5 @@ def processor_identity(model: Path) -> dict[str, str]:
 
 
 def short(digest: str | None) -> str:
-    """The first characters of a hash, enough to tell it from another."""
+    """The first characters of a hash, for messages."""
     return digest[:12] if digest else "(none)"

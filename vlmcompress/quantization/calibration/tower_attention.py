@@ -1,10 +1,10 @@
 """Observe queries, keys and values of the vision tower's attention, as vLLM quantizes them: after RoPE, before the product.
 
 vLLM 0.32 can compute the tower's attention in FP8 (`--mm-encoder-attn-dtype fp8`; `mm_encoder_attention.py`). It stores
- `x / s` as float8_e4m3 with one scale `s` each for q, k and v of a layer, and takes the scales from a JSON file, or
-makes its own while it serves: from the largest of the last 16 inputs, and of the values as they are, without `abs`, so that
-it clips where the largest magnitude is negative. Here `s = MARGIN * max|x| / 448` over all calibration images. The margin is
-vLLM's for files that it writes itself; in a format of floats it costs next to nothing and leaves room for other images.
+ `x / s` as float8_e4m3 with one scale `s` each for q, k and v of a layer, and takes the scales from a JSON file, or computes
+ them while serving: from the maximum over the last 16 inputs, of signed values (no `abs`), so that it clips where the largest
+ magnitude is negative. Here `s = MARGIN * max|x| / 448` over all calibration images. The margin is that of files that vLLM
+ writes itself; in a float format it costs next to nothing and leaves room for other images.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
 MARGIN = 1.5
-_NAME = "vlmcompress_observed"  # of the attention function, while it is in place
+_NAME = "vlmcompress_observed"  # registered name of the observing attention function
 _PARTS = ("q", "k", "v")
 Scales = dict[str, dict[str, float]]
 
 
 def attention_scales(vlm: VLM, samples: list[dict[str, Tensor]], progress: Progress = silent) -> Scales:
-    """Scales of each layer of the tower, under the name that vLLM's layer has: `{"q", "k", "v"}`, positive numbers.
+    """Scales of each layer of the tower, by the layer's name in vLLM: `{"q", "k", "v"}` -> positive number.
 
     Args:
-        samples: from `encode`, one sample each; of several workers each looks at its share.
+        samples: from `encode`, one sample each; several workers share them out.
     """
     with _watched(vlm.model, vlm.spec) as largest:
         capture_block_inputs(vlm, samples, progress)
@@ -64,7 +64,9 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
     configs: list[Any] = list({id(module.config): module.config for module in modules.values()}.values())
     before = [config._attn_implementation for config in configs]
     if len(set(before)) > 1:
-        raise ValueError(f"blocks of one tower have attentions {sorted(set(before))}")
+        raise ValueError(
+            f"the tower's blocks have different attention implementations: {', '.join(sorted(set(before)))}"
+        )
 
     def show(module: nn.Module, *states: Any, **kwargs: Any) -> Any:
         call_largest = torch.stack([state.detach().abs().amax().float() for state in states[:3]])
@@ -73,8 +75,8 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
         eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
         return ALL_ATTENTION_FUNCTIONS.get_interface(before[0], eager)(module, *states, **kwargs)
 
-    # transformers looks its attention function up by `config._attn_implementation` in each call, and calls it with q, k and v
-    # after RoPE. A registered name can't be taken back but from the private mapping.
+    # transformers looks up its attention function by `config._attn_implementation` in each call, and calls it with q, k and v
+    # after RoPE. Only the private mapping allows removing a registered name.
     AttentionInterface.register(_NAME, show)
     try:
         for config in configs:

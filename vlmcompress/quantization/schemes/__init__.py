@@ -6,9 +6,9 @@ layers that read the same input (q/k/v; gate/up; ...). A module of this folder h
     Options                                   frozen dataclass that extends `QuantizerOptions`: the recipe's `options`, checked
                                               when made (ValueError). The package reads `bits` and `balance` from that base;
                                               a field or property of the same name replaces them. Every field has a default
-    needs(options) -> Needs                   statistics, prefix and searches that it requires; `Needs()`: no data
-    scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
-    quantize(weight, stats, options, scale_dtype, prepared) -> QTensor
+    needs(options) -> Needs statistics, prefix and searches that it requires; `Needs()`: none scheme(options) -> Scheme | None
+    number formats of the result; None: leaves the weights alone quantize(weight, stats, options, scale_dtype, prepared) ->
+    QTensor
 
 and, where the method has such a step,
 
@@ -29,8 +29,8 @@ and, where the method has such a step,
     sketch(weight, stats, options, scale_dtype, prepared)         a cheap estimate of the error of `quantize` on rows
     PREPARED_BY: tuple[str, ...]                                  options that `prepare` reads besides the statistics
 
-`smooth` and `solve` below run these for a group whatever a module has. A scheme whose options have a `balance` (see
-`statistics.balance`) gets its statistics weighed by it, in every step. To add a scheme, add a file.
+`smooth` and `solve` below call whichever of these a module defines. A scheme whose options have a `balance` (see
+`statistics.balance`) gets statistics weighted by it, in every step. To add a scheme, add a file.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Solution:
-    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input where the scheme has one, and
-    `warnings`: (what happened otherwise than asked for, details)."""
+    """A quantized group: a `QTensor` per weight, the static scale `[1]` of their input if the scheme has one, and `warnings`:
+    pairs (deviation from what the options ask for, details)."""
 
     weights: list[QTensor]
     input_scale: Tensor | None = None
@@ -79,12 +79,12 @@ def smooth(
     options: QuantizerOptions,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Smoothing:
-    """Search the method's smoothing scale for the weights `[out_i, in]` of a group, as they are."""
+    """Search the method's smoothing scale for the weights `[out_i, in]` of a group, which are not modified."""
     step, balanced = getattr(method, "smooth", None), _balanced(stats, options)
     if step is None:
         return Smoothing()
     smoothing: Smoothing = step(weights, balanced, options, scale_dtype)
-    # The factor of statistics that a balance weighs stays with them: `solve` weighs them again and computes its own.
+    # A factor computed from balanced statistics is dropped: `solve` balances them again and computes its own.
     return smoothing if balanced is stats else Smoothing(smoothing.scale)
 
 
@@ -99,10 +99,10 @@ def solve(
 ) -> Solution:
     """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
 
-    After smoothing, pass the scaled weights (best in float32), `stats.rescaled(s)` and the `factor` of `smooth`, which is
-    used up. The two are apart because the scale of one group may divide the rows of another's weights: a block's groups are all
-    smoothed before the first is rounded. Layers that an engine fuses into one matrix (q/k/v, gate/up) must come together,
-    so that they can share what the engine wants shared.
+    After smoothing, pass the scaled weights (preferably float32), `stats.rescaled(s)` and the `factor` of `smooth`, which is
+    consumed. Smoothing and solving are separate steps because one group's scale may divide the rows of another group's
+    weights: all groups of a block are smoothed before the first is rounded. Layers that an engine fuses into one matrix
+    (q/k/v, gate/up) must be passed together, so that they share the scales that the engine requires to be shared.
     """
     stats = _balanced(stats, options)
     prepare = getattr(method, "prepare", None)
@@ -127,11 +127,11 @@ def sketch(
     prepared: MutableMapping[Any, Any],
     factor: Any = None,
 ) -> list[Tensor]:
-    """Estimate the errors `q - w` that `solve` would make, for a choice of rows `[rows_i, in]` of each weight.
+    """Estimate the errors `q - w` of `solve`, for a selection of rows `[rows_i, in]` of each weight.
 
     Args:
-        factor: as of `solve`.
-        prepared: cache of what methods prepare for this group; pass the same one only with the same statistics.
+        factor: as in `solve`.
+        prepared: cache of the methods' `prepare` results for this group; reuse it only with the same statistics.
     """
     stats = _balanced(stats, options)
     prepare, cheap = getattr(method, "prepare", None), getattr(method, "sketch", None)

@@ -1,4 +1,4 @@
-"""What all schemes share: the base of their options, and the part of the contract that every module has."""
+"""What all schemes share: the base class of their options, and the required part of a scheme module's contract."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ Search = Literal["ranges", "block_scales"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a scheme, with its options, requires of the run that quantizes with it.
+    """What a scheme, with its options, requires from a run.
 
     Attributes:
-        statistics: what is read of a group's inputs (`statistics.inputs`), and "gradient" for the gradients of the answers'
-            loss; empty: the scheme needs no data. Where there are any, a run collects the Gram matrix as well, by which it
-            reports errors.
-        prefix: what is quantized already where a group's inputs are captured: the "blocks" before its own, or also the
-            "groups" before it in its own block.
-        searches: what the model itself decides, as statistics cannot, before the first block: "block_scales", smoothing scales
-            by the error of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of
-            several blocks (`calibration.block_clip`).
+        statistics: statistics of a group's inputs (`statistics.inputs`), and "gradient" for the gradients of the answers'
+            loss; empty: the scheme needs no data. If not empty, a run also collects the Gram matrix, to report errors.
+        prefix: what has been quantized when a group's inputs are captured: the "blocks" before, or also the earlier "groups"
+            of the same block.
+        searches: searches that run the model, before the first block is solved: "block_scales", smoothing scales by the error
+            of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
+            (`calibration.block_clip`).
     """
 
     statistics: frozenset[str] = frozenset()
@@ -36,11 +35,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What a scheme's `smooth` found for a group.
+    """Result of a scheme's `smooth` for a group.
 
     Attributes:
         scale: `[in]`, float32: the group's input is divided and its weights are multiplied by it; None: both stay as they are.
-        factor: what the search computed from the statistics and `prepare` continues from, once; None: nothing.
+        factor: a result of the search that `prepare` can reuse, once; None: there is none.
     """
 
     scale: Tensor | None = None
@@ -51,8 +50,8 @@ class Smoothing:
 class QuantizerOptions:
     """Base of every scheme's `Options`, with defaults for every property that the package reads from options.
 
-    A field or property of a subclass replaces the property of the same name. Every field has a default, as `Options()` is
-    what a scheme does by default.
+    A field or property of a subclass overrides the property of the same name. Every field needs a default: `Options()` is the
+    scheme's default behaviour.
     """
 
     @property
@@ -62,13 +61,13 @@ class QuantizerOptions:
 
     @property
     def balance(self) -> Any:
-        """How the modalities are weighed in the statistics (`statistics.balance`); None where the scheme does not choose."""
+        """Balance of the modalities in the statistics (`statistics.balance`); None where the scheme has no such option."""
         return None
 
 
 @runtime_checkable  # a pydantic model of llm-compressor's kind has one in a field
 class Quantizer(Protocol):
-    """A scheme's module as callers see it: what every module has. Its further steps are optional, see the package."""
+    """The functions that every scheme's module has. The other steps are optional, see the package."""
 
     __name__: str
 
@@ -80,12 +79,12 @@ class Quantizer(Protocol):
         """Statistics, prefix and searches that the scheme requires with these options."""
 
     def scheme(self, options: Any) -> Scheme | None:
-        """Number formats of the result; None: the weights are left alone, and there is no `quantize`."""
+        """Number formats of the result; None: weights stay as they are, and `quantize` is never called."""
 
     def quantize(
         self, weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None
     ) -> QTensor:
-        """`weight [out, in]` quantized with the statistics of its input."""
+        """Quantize `weight [out, in]` with the statistics of its input."""
 
 
 def no_data(options: Any) -> Needs:
@@ -94,7 +93,7 @@ def no_data(options: Any) -> Needs:
 
 
 def to_nearest(scheme: Callable[[Any], Scheme]) -> Callable[..., QTensor]:
-    """The `quantize` of a scheme of these number formats that rounds to nearest, in ranges that cover all."""
+    """Make a `quantize` function that rounds to nearest in the format of `scheme(options)`, without clipping."""
 
     def quantize(weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None) -> QTensor:
         return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)

@@ -1,7 +1,7 @@
-"""Rounding the columns of weights one after another, each time correcting those still to come: the core of GPTQ.
+"""Round the columns of weights one after another and correct the remaining ones after each: the core of GPTQ.
 
-`gptq` says what is computed and why. Here the sums over earlier errors are products of matrices, large ones for errors far
-back, then by blocks and by strips; only within a strip (on a GPU a block: `_triton_kernels`) they are taken column by column.
+`gptq` describes the algorithm. Here the sums over earlier errors are matrix products: large ones for distant columns, then one
+per block and per strip; only within a strip (on a GPU within a block: `_triton_kernels`) are they computed column by column.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vlmcompress.numerics import Format, QTensor, remainder, round_to_codes
 from vlmcompress.quantization.schemes._fused import kernels
 from vlmcompress.quantization.schemes._local_search import search
 
-_FAR = 512  # columns corrected at a time for the errors of all before; larger products are faster
+_FAR = 512  # columns corrected at a time for the errors of all earlier columns; larger products are faster
 _STRIP = 16  # columns within which errors are fed back one by one
-_ROWS = 2560  # rows that are rounded at a time on a CPU, at most
-_ALIGNED = 64  # whose multiple they are
+_ROWS = 2560  # most rows to round at a time on a CPU
+_ALIGNED = 64  # the number of rows is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Feedback:
     Attributes:
         order: `[in]`, the order in which columns are rounded.
         matrix: `[in, in]` with `R_ji / R_ii` at row i, column j < i; the rest is not read.
-        residues: `[in]`, `R_ii^2`: weight of column i's rounding error after optimal compensation by later columns.
+        residual_weight: `[in]`, `R_ii^2`: weight of column i's rounding error after optimal compensation by later columns.
         pivots: `[in]`, `R_ii` in the order of `order`.
         warnings: defects of the Gram matrix, with details.
     """
@@ -43,7 +43,7 @@ class Feedback:
     warnings: tuple[tuple[str, str], ...] = ()
 
     def rescaled(self, s: Tensor) -> Feedback:
-        """The feedback of inputs divided by `s [in]`, in the same order of visits; takes over the matrix."""
+        """The feedback for inputs divided by `s [in]`, in the same order; modifies and reuses `matrix`."""
         visited = s[self.order]
         matrix = self.matrix.mul_(visited[:, None]).div_(visited)
         return replace(
@@ -63,15 +63,15 @@ def quantize_columns(
     """Round weights `[out_i, in]` column by column, with `feedback` of their group's input.
 
     Args:
-        params: the scale and zero point of each, as of `numerics.find_params`.
+        params: scale and zero point of each weight, from `numerics.find_params`.
         block: columns that are rounded, and searched, together.
-        sweeps: of local search.
-        global_scale: theirs, of NVFP4.
+        sweeps: sweeps of local search.
+        global_scale: the weights' global scale, for NVFP4.
     """
     scales = torch.cat([scale for scale, _ in params]).float()
     zeros = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None]).float()
     q = torch.empty(len(scales), len(feedback.order), dtype=fmt.dtype, device=scales.device)
-    # Rows are independent: H is the same for all. On a CPU large temporaries cost as much as what is done with them.
+    # Rows are independent: H is the same for all. On a CPU, allocating large temporaries costs as much as the arithmetic.
     parts = math.ceil(len(q) / _ROWS) if q.device.type == "cpu" else 1
     step = max(1, math.ceil(len(q) / max(1, parts) / _ALIGNED) * _ALIGNED)
     starts = list(itertools.accumulate((len(w) for w in weights), initial=0))
@@ -99,26 +99,26 @@ def _quantize_columns(
     Works on the transpose, where columns are contiguous.
     """
     order, matrix = feedback.order, feedback.matrix
-    # [in, out], float32 or wider, in the order of visits; each row becomes the errors of its column once that is rounded.
+    # [in, out], float32 or wider, in rounding order; each row is overwritten by the errors of its column once that is rounded.
     dtype = torch.promote_types(weights[0].dtype, torch.float32)
     rows = torch.empty(len(order), sum(map(len, weights)), dtype=dtype, device=order.device)
     for some, target in zip(order.split(block), rows.split(block), strict=True):
         for weight, part in zip(weights, target.split([len(w) for w in weights], 1), strict=True):
             part.copy_(weight.index_select(1, some).T)
     codes = torch.empty_like(rows, dtype=fmt.dtype)
-    # A column keeps the scale of its own group, whenever it is visited: the engine needs no index.
+    # A column keeps the scale of its original group in any order: the engine needs no index.
     groups = (order // (len(rows) if fmt.group < 0 else fmt.group)).int()
     fused = kernels(rows.device, fmt)
     visit = fused.visit if fused else _visit
-    # GPTQ's lazy batch updates, Eq. (4), turned round: instead of correcting all later columns when a block is done, a block
-    # takes the corrections of all columns before it when its turn comes. Of q_i = Q(w_i + sum_{j<i} (w_j - q_j) R_ji / R_ii)
-    # the sum over far columns is one large product,
+    # GPTQ's lazy batch updates (step 2, Eq. 4), reversed: a block is corrected for all earlier columns before it is rounded,
+    # instead of correcting all later columns after each block. In q_i = Q(w_i + sum_{j<i} (w_j - q_j) R_ji / R_ii) the sum
+    # over distant columns is one large product,
     for first, end in _spans(0, len(rows), max(_FAR, block)):
         targets = rows[first:end].addmm(matrix[first:end, :first], rows[:first])
-        for a, b in _spans(first, end, block):  # that over nearer ones a product for each block,
+        for a, b in _spans(first, end, block):  # the sum over nearer columns is one product per block,
             block_targets = targets[a - first : b - first].addmm_(matrix[a:b, first:a], rows[first:a])
             q = torch.empty_like(block_targets)
-            # and that within the block is taken column by column.
+            # and the sum within the block is computed column by column.
             visit(block_targets, rows[a:b], q, matrix[a:b, a:b], scales, zeros, groups[a:b], fmt)
             if sweeps:
                 steps = scales.index_select(0, groups[a:b])
@@ -141,15 +141,16 @@ def _visit(
     """Round a block of columns one after another.
 
     Args:
-        targets: `[columns, out]` what they are rounded from but for each other's errors, which are added.
-        rows: `[columns, out]` their weights; becomes their errors.
-        codes: `[columns, out]` float32, becomes their codes.
-        matrix: `[columns, columns]` of `Feedback.matrix`.
-        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, which of them a column has.
+        targets: `[columns, out]`, values to round, corrected for columns before the block; corrections within it are added
+            here.
+        rows: `[columns, out]`, the weights; overwritten by their errors.
+        codes: `[columns, out]`, float32, overwritten by the codes.
+        matrix: `[columns, columns]`, the block's part of `Feedback.matrix`.
+        scales, zeros: `[n_groups, out]`; `groups`: `[columns]`, int32, the group of each column.
     """
     s = scales.unbind()
     z = [None] * len(s) if zeros is None else zeros.unbind()
-    places = groups.tolist()  # waits for the device, once a block
+    places = groups.tolist()  # synchronizes with the device once per block
     for c, d in _spans(0, len(rows), _STRIP):
         strip, columns = targets[c:d].addmm_(matrix[c:d, :c], rows[:c]), rows[c:d]
         earlier, errors = matrix[c:d, c:d].tril(-1), columns.T  # 0 for columns whose errors are not known yet
@@ -157,7 +158,7 @@ def _visit(
             places[c:d], strip.unbind(), columns.unbind(), codes[c:d].unbind(), earlier.unbind(), strict=True
         ):
             round_to_codes(target.addmv_(errors, factors), s[g], z[g], fmt, out=code)  # q_i
-            remainder(row, code, s[g], z[g], out=row)  # w_i - q_i, of the weight itself and not of its target
+            remainder(row, code, s[g], z[g], out=row)  # w_i - q_i, with the original weight, not the corrected one
 
 
 def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
@@ -165,7 +166,7 @@ def _spans(first: int, end: int, step: int) -> list[tuple[int, int]]:
 
 
 def propagated_error(residual: Tensor, feedback: Feedback) -> Tensor:
-    """Estimate the error `[out, in]` that is left with `feedback`, from that of rounding to nearest; see `sketch`."""
+    """Estimate GPTQ's error `[out, in]` from the residual of rounding to nearest; see `gptq.sketch`."""
     # d_i + sum_{j<i} d_j R_ji / R_ii = r_i for all rows at once: a unit lower triangular system [in, in] x [in, out].
     fed = torch.linalg.solve_triangular(feedback.matrix, residual[:, feedback.order].T, upper=False, unitriangular=True)
     error = torch.empty_like(residual)

@@ -1,4 +1,4 @@
-"""Which devices have kernels for what is otherwise done column by column."""
+"""Which devices have Triton kernels for the column by column steps of quantizers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from vlmcompress.numerics import Format
 
-SWITCH = "VLMCOMPRESS_TRITON"  # 0: torch does it all, should the kernels not work somewhere
+SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, in case the kernels fail on a machine
 
 
 @functools.cache
 def kernels(device: torch.device, fmt: Format) -> ModuleType | None:
-    """The Triton kernels (`_triton_kernels`) for tensors on `device`; None where torch does it all, as for float8.
+    """The Triton kernels (`_triton_kernels`) for tensors on `device`; None where torch is used, for example for float8.
 
-    They are a GPU's, and any device's in Triton's interpreter (`TRITON_INTERPRET=1`).
+    They run on GPUs, and on any device in Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     runs = runs and (fmt.kind, fmt.bits) != ("float", 8)

@@ -1,27 +1,27 @@
-"""Clipping ranges of groups of columns, chosen by squared error: each piece by itself, or under the whole Gram matrix.
+"""Clipping ranges of groups of columns, chosen by squared error: each group alone, or all groups under the whole Gram matrix.
 
-A range that covers all of a group has a step that its largest value alone decides. A smaller one has a finer step and clips;
-with symmetric codes, of which there is one more below zero than above, a larger one may be better, too.
+If a range covers a whole group, the group's largest value alone determines the step. A smaller range clips but has a finer
+step; with symmetric codes, which have one more value below zero than above, a larger range may also be better.
 
-`least_error` takes for each row and group the share of the plain range whose error of rounding to nearest
+`least_error` chooses for each row and group the share of the plain range with the smallest error of rounding to nearest,
 
     sum_j v_j (w_j - Q(w_j))^2
 
-is least. With `v_j = R_jj^2` of GPTQ's factor that is what column j adds to the output error after optimal compensation by
-later columns; with the diagonal of the Gram matrix it is what it adds without feedback. The shares are a fixed grid, of which
-each piece tries every third, and then the two next to its best; all of NVFP4's and MX's, whose scales are too coarse for that.
-Cost: `steps / 3 + 4` roundings of the weight.
+With `v_j = R_jj^2` of GPTQ's factor, the term of column j is what it adds to the output error after optimal compensation by
+later columns; with the diagonal of the Gram matrix, what it adds without feedback. The shares form a fixed grid. Each group
+tries every third share and then the two next to its best one; NVFP4 and MX, whose scales are coarser, try all.
+Cost: the weight is rounded `steps / 3 + 4` times.
 
 `refined` is coordinate descent on scales. A search that looks at one group of a row alone minimizes `d_g G_gg d_g^T` with the
-group's own block of G. The error of the row's output has products with all other groups' errors besides,
+group's own block of G. The error of the row's output also has cross terms with the errors of all other groups,
 
     e(d) = d G d^T = d_g G_gg d_g^T + 2 d_g (sum over h != g of G_gh d_h) + what does not depend on d_g
 
-and where input channels are correlated they are as large. Here each group in turn takes the range of least `e`, the others
-being as they are, so that one group's error makes up for another's. Ranges wider than the group's own are among those tried,
-as any other grid may have errors of another sign. No row's error ever grows. Cost: for each sweep
-`out * in * (17 * group + in)` multiply-adds, and 17 roundings of the weight. What remains of the error is in the codes, which
-are those of rounding to nearest (`gptq` changes them). Loses: ranges fitted to few tokens fit others less.
+which are as large where input channels are correlated. Here each group in turn takes the range with the smallest `e` while the
+others are fixed, so that the error of one group can compensate for that of another. Wider ranges than the group's own are
+tried as well, as another grid may give errors of the opposite sign. No row's error ever grows.
+Cost per sweep: `out * in * (17 * group + in)` multiply-adds, and 17 roundings of the weight. The codes are still those of
+rounding to nearest (`gptq` improves on that). Loses: ranges fitted to few tokens suit others less well.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Params = tuple[Tensor, Tensor | None]
 """Scale and zero point of each piece."""
 LARGEST, SMALLEST = 1.2, 0.4  # shares of the plain range that are tried
 RATIOS = tuple(1.12 - 0.04 * k for k in range(16))
-"""Shares of the range of each group that are tried: down to half."""
-_COARSE = 3  # of so many shares of the grid one is tried, and then the two next to the best
-_ROWS = 256  # whose candidates are tried together
-_COLUMNS = 128  # of whole groups whose errors are computed together
-_CACHED = 1 << 17  # elements of a group of some rows, of which a few float32 copies fit into a core's cache
+"""Shares of each group's range that `refined` tries."""
+_COARSE = 3  # every third share of the grid is tried first, then the two next to the best
+_ROWS = 256  # rows whose candidates are tried together
+_COLUMNS = 128  # columns, in whole groups, whose errors are computed together
+_CACHED = 1 << 17  # elements per part, so that a few float32 copies fit into a core's cache
 
 
 def least_error(
@@ -55,20 +55,20 @@ def least_error(
     scale_dtype: torch.dtype = torch.float32,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of `w [out, in]`, each piece with the share of its range that errs least.
+    """Scale and zero point of `w [out, in]`, each group with the share of its range that has the smallest error.
 
     Args:
         w: any float dtype.
         importance: weight of a squared error in each column, at least 0: `[in]`.
         fmt: a format with a scale for each group of columns or row.
-        steps: how many shares are tried, evenly from `LARGEST` (with zero points from 1) down to `SMALLEST`. The plain range is
-            among what is tried in any case, so no piece errs more than in it.
+        steps: number of shares, evenly spaced from `LARGEST` (with zero points from 1) down to `SMALLEST`. The plain range is
+            always tried as well, so no group has a larger error than with it.
         scale_dtype: dtype the scale is stored in.
-        global_scale: of NVFP4, the number `[1]` that scales are relative to.
+        global_scale: NVFP4's global scale `[1]`.
     """
     low, high = find_ranges(w, fmt, importance)
     kwargs: dict[str, Any] = {"scale_dtype": scale_dtype, "importance": importance, "global_scale": global_scale}
-    # With zero points a wider range only makes the step coarser.
+    # With zero points a wider range would only make the step coarser.
     shares = torch.linspace(LARGEST if fmt.symmetric else 1.0, SMALLEST, steps)
     step = float(shares[0] - shares[1])
 
@@ -83,8 +83,8 @@ def least_error(
         least = errors.min(0, keepdim=True).indices  # on a CPU six times as fast as argmin
         return least[0], (scales.gather(0, least)[0], None if zeros is None else zeros.gather(0, least)[0])
 
-    # The error is nearly smooth in the share: every third one, then the two next to the best. The plain range is tried in any
-    # case, of symmetric codes the better of two.
+    # The error is almost smooth in the share: try every third one, then the two next to the best. The plain range is always
+    # tried; for symmetric codes the better of its two scales.
     plain = scale_from_range(w, low, high, fmt, **kwargs)
     some = shares[:: 1 if fmt.nvfp4 or fmt.mx else _COARSE].tolist()
     chosen, params = best([plain, *map(ranges, some)])
@@ -95,7 +95,7 @@ def least_error(
 def _errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor, fmt: Format) -> Tensor:
     """Squared errors of rounding each piece of `w [out, in]` to nearest: `[k, out, n_groups]`, as `scales` and `zeros`.
 
-    Works on the transposes of pieces, a group of some rows at a time, which stay in a CPU's cache while all k are tried.
+    Works on transposed groups, some rows at a time, which stay in a CPU's cache while all k candidates are tried.
     """
     (k, out, n_groups), size = scales.shape, w.shape[1] // scales.shape[2]
     errors, some = torch.empty(k, n_groups, 1, out, device=w.device), max(1, _COLUMNS // size)
@@ -121,16 +121,16 @@ def _errors(w: Tensor, scales: Tensor, zeros: Tensor | None, importance: Tensor,
 def refined(
     w: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, fmt: Format, sweeps: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose each group's range again, `sweeps` times.
+    """Choose each group's range again under the whole Gram matrix, `sweeps` times.
 
     Args:
         w: `[out, in]`.
-        scale: `[out, n_groups]` in the dtype that it is stored in, to start from; `zero`: int8 zero points like it, or None.
-        gram: `[in, in]`, of the inputs.
-        fmt: an integer format, in groups or rows.
+        scale: `[out, n_groups]` to start from, in its stored dtype; `zero`: int8 zero points of the same shape, or None.
+        gram: `[in, in]`, Gram matrix of the inputs.
+        fmt: an integer format, with a scale per group or row.
 
-    Returns:
-        scale and zero point, shaped as they came.
+            Returns:
+            new scale and zero point, shaped like the arguments.
     """
     low, high = find_ranges(w, fmt, gram.diagonal())
     kwargs = {"scale_dtype": scale.dtype, "max_code": fmt.max_codes[0]}
@@ -158,7 +158,7 @@ def refined(
                 None if zeros_of_group is None else zeros_of_group.flatten()[:, None],
                 fmt,
             ).unflatten(0, (len(scales), -1))
-            # e(d) = d_g G_gg d_g^T + 2 d_g rest, the least of which is no more than that of the current range
+            # e(d) = d_g G_gg d_g^T + 2 d_g rest; the minimum cannot exceed the current range's
             best = ((errors @ block_gram).add_(rest, alpha=2).mul_(errors)).sum(-1).argmin(0)
             new = errors[best, rows]
             products.addmm_(new - old, gram[columns])

@@ -1,7 +1,8 @@
-"""What schemes with one number format have in common: three ways of rounding weights to it.
+"""Three ways of rounding weights to a fixed number format, shared by several schemes.
 
-To nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`, which needs nothing of a format but scales fixed beforehand),
-or by AWQ's search for channel scales and clipped ranges (`awq`). A scheme's module takes its steps from a `Rounded`.
+To nearest (`rounding: rtn`), with GPTQ's error feedback (`gptq`, which works for any format whose scales are fixed
+beforehand), or with AWQ's search for channel scales and clipped ranges (`awq`). A scheme's module takes its functions from a
+`Rounded`.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ class Options(QuantizerOptions):
 
     @property
     def smoothing(self) -> str:
-        """Which of the searches for channel scales is made: "off", "awq" or "feedback"."""
+        """Which search for channel scales is used: "off", "awq" or "feedback"."""
         return {"rtn": "off", "awq": "awq"}.get(self.rounding, self.smooth)
 
     @property
     def feedback(self) -> gptq.Options:
-        """The options that gptq has as well."""
+        """The corresponding options of gptq."""
         steps = {name: getattr(self, name) for name in _STEPS}
         return gptq.Options(damp=self.damp, **steps)
 
     @property
     def max_code(self) -> float | None:
-        """The code at which the largest value of a block is put; None: whichever of the format's errs least."""
+        """The code that the largest value of a block is mapped to; None: the one of the format's with the smallest error."""
         return None
 
 
 @dataclass(frozen=True)
 class WithSteps(Options):
-    """`Options` with the steps of gptq-plus on."""
+    """`Options` whose defaults enable the steps of gptq-plus."""
 
     smooth: Any = "feedback"
     clip: bool = True
@@ -80,7 +81,7 @@ class WithSteps(Options):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the layers of a group share: of NVFP4 the global scale `[1]`; GPTQ's feedback; the Gram matrix for clipping;
+    """What the layers of a group share: NVFP4's global scale `[1]`, GPTQ's feedback, the Gram matrix for clipping, and
     warnings."""
 
     global_scale: Tensor | None
@@ -93,14 +94,14 @@ class Prepared:
 class Rounded:
     """The steps of a scheme (see `vlmcompress.quantization.schemes`) whose weights have the format `fmt`.
 
-    `kept`: what becomes of scales `[out, n_groups]` before anything is rounded with them; None: they stay.
+    `kept`: function applied to scales `[out, n_groups]` before anything is rounded with them; None: they stay.
     """
 
     fmt: Format
     kept: Callable[[Tensor], Tensor] | None = None
 
     def needs(self, options: Options) -> Needs:
-        """What the rounding reads."""
+        """The statistics that the rounding reads."""
         return Needs(frozenset(_READ[options.rounding if options.smoothing == "off" else "awq"]))
 
     def smooth(
@@ -110,10 +111,11 @@ class Rounded:
         options: Options,
         scale_dtype: torch.dtype = torch.bfloat16,
     ) -> Smoothing:
-        """AWQ's best scale `[in]` for the weights `[out_i, in]` that share an input; none where the options ask for none."""
+        """The best of AWQ's scales `[in]` for the weights `[out_i, in]` that share an input; none if the options turn it
+        off."""
         if stats is None or options.smoothing == "off":
             return Smoothing()
-        # AWQ's scales compared by AWQ's error, or by what GPTQ's feedback leaves of the errors.
+        # AWQ's scales, compared by AWQ's error or by the error that remains after GPTQ's feedback.
         scales = awq.candidates(weights, stats, awq.Options(group_size=self.fmt.group))
         if options.smoothing == "feedback":
             return gptq.smooth_for_feedback(weights, scales, stats, options.feedback, self.fmt, scale_dtype)
@@ -122,7 +124,7 @@ class Rounded:
     def prepare(
         self, weights: list[Tensor], stats: GroupStats | None, options: Options, factor: gptq.Factor | None = None
     ) -> Prepared:
-        """Find the group's global scale, and what its rounding needs of the Gram matrix."""
+        """Compute the group's global scale, and what its rounding needs from the Gram matrix."""
         # vLLM takes the largest global scale of what it fuses and applies it to the scales of all of them.
         shared = find_global_scale(weights) if self.fmt.nvfp4 else None
         if options.rounding == "gptq":
@@ -150,7 +152,7 @@ class Rounded:
         scale_dtype: torch.dtype,
         prepared: Prepared | None = None,
     ) -> list[QTensor]:
-        """Round the weights `[out_i, in]` of a group, of NVFP4 relative to one global scale."""
+        """Round the weights `[out_i, in]` of a group, for NVFP4 with one global scale."""
         ready = self.prepare(weights, stats, options) if prepared is None else prepared
         params = [self._params(w, ready, stats, options, scale_dtype) for w in weights]
         if ready.feedback is None or stats is None:
@@ -167,7 +169,7 @@ class Rounded:
         scale_dtype: torch.dtype,
         prepared: Prepared | None = None,
     ) -> Tensor:
-        """Estimate the error `q - w [out, in]` that `quantize` makes; GPTQ's as `gptq.sketch` does."""
+        """Estimate the error `q - w [out, in]` of `quantize`; for GPTQ with `gptq.sketch`."""
         ready = self.prepare([weight], stats, options) if prepared is None else prepared
         error = residual(weight, *self._params(weight, ready, stats, options, scale_dtype), self.fmt).neg_()
         return error if ready.feedback is None else propagated_error(error, ready.feedback)
@@ -186,5 +188,5 @@ class Rounded:
             else:
                 counts = stats.importance() if ready.feedback is not None and stats is not None else None
                 scale, zero = find_params(weight, self.fmt, importance=counts, **kwargs)
-        # What a kernel makes of the scales is done to them here, before codes are found: so that is what is solved for.
+        # Scales are converted as the kernel will convert them before codes are computed, so that the codes fit the result.
         return (scale if self.kept is None else self.kept(scale)), zero

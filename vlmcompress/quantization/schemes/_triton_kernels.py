@@ -1,12 +1,12 @@
-"""Triton kernels of what the quantizers do column by column, for a GPU, where a start of a kernel takes longer than a column.
+"""Triton kernels for the column by column steps of quantizers on a GPU, where launching a kernel takes longer than a column.
 
-Each does in one start what a torch function does in hundreds, with its arguments and its results, up to the order of sums:
-`visit` is `_columns._visit`, `descend` is `_local_search.descend`, `range_errors` is `_ranges._errors`. Those are the oracles
-and run everywhere else; a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
+Each replaces hundreds of launches of a torch function, with the same arguments and the same results up to the order of sums:
+`visit` is `_columns._visit`, `descend` is `_local_search.descend`, `range_errors` is `_ranges._errors`. Those are the
+references and run everywhere else; a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
 
-A program has some rows of the weight. `visit` keeps what a block of columns is rounded from in registers and, as soon as a
-column is rounded, adds what its error changes to the columns after it; `descend` keeps the slopes of a block so. Quotients are
-rounded as torch's.
+A program handles some rows of the weight. `visit` keeps the values to round of a block of columns in registers; once a column
+is rounded, it adds the correction for its error to the columns after it. `descend` keeps the slopes of a block in registers.
+Quotients are rounded as in torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from vlmcompress.numerics import Format
 
-SEARCHED = 256  # most columns that `descend` searches
-_COLUMNS = 128  # most columns of a program of the others
-_ROWS = 32  # rows of a program
-_FEW = 16  # of one that has all columns of a search in registers
+SEARCHED = 256  # most columns that `descend` can search
+_COLUMNS = 128  # most columns per program of the other kernels
+_ROWS = 32  # rows per program
+_FEW = 16  # rows per program of `descend`, which holds all columns in registers
 
 
 @triton.jit
 def _to_codes(x, qmin, qmax, FP4: tl.constexpr):
-    """`numerics.to_codes`: adding and taking away 1.5 * 2^23 steps rounds to whole steps, halves to even."""
+    """`numerics.to_codes`: adding and subtracting 1.5 * 2^23 rounds to integers, halves to even."""
     if FP4:
         size = tl.minimum(tl.maximum(tl.abs(x), 1.0), 6.0)
         power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -132,7 +132,7 @@ def descend(
     width: int,
     tie: float,
 ) -> None:
-    """Change codes of a block of at most `SEARCHED` columns for the better; see `_local_search.descend`."""
+    """Improve the codes of a block of at most `SEARCHED` columns; see `_local_search.descend`."""
     columns, out = codes.shape
     _descend[(triton.cdiv(out, _FEW),)](
         codes, errors, slopes, curvature.contiguous(), steps, columns, out, width, sweeps * triton.cdiv(columns, width), tie,

@@ -1,27 +1,27 @@
 """AWQ (arXiv 2306.00978): scale up the input channels that matter before rounding weights, found by search.
 
-Multiplying a weight's column by `s_j` and dividing the input by it changes nothing, but makes the rounding error of
-that column smaller next to its input, as long as the group's step does not grow. The scales come from a one-parameter
-family over the mean magnitudes of inputs and, with `duo`, also from one that weights relative to their group join in,
+Multiplying a weight's column by `s_j` and dividing the input by it leaves the product unchanged, but reduces the effect of
+that column's rounding error as long as the group's step does not grow. The scales come from a one-parameter family over the
+mean magnitudes of inputs and, with `duo`, also from one that includes the weights' magnitudes relative to their group,
 
     s = mean|X|^a    and    s = mean|X|^a / mean|W|^(1-a),    normalized by sqrt(max s * min s),      a in [0, 1]
 
-and the paper takes the point of smallest output error (eq. 4). Re-running the model for each point is what makes it
-slow. The error needs only the Gram matrix `G = X^T X`, accumulated once:
+and the paper takes the scale with the smallest output error (eq. 4). Re-running the model for each candidate is slow, but the
+error needs only the Gram matrix `G = X^T X`, accumulated once:
 
     L(s) = sum over the group's layers of tr(D G D^T),      D = Q(W s) / s - W
 
 which is a sum over rows, so candidates are compared on some 256 evenly spaced rows of the group. `s = 1` (a = 0) is among them:
 the result is no worse than rounding to nearest on that objective.
 
-`clip` then looks, for each row and group of columns, for a smaller range whose finer step gains more than the clipped
-values lose, on the group's own block of G; a row keeps its clipped ranges only if its error under the whole of G
-falls. With `clip_sweeps` each group's range is then chosen again under the whole of G (`_ranges`).
+`clip` then searches, for each row and group of columns, a smaller range whose finer step gains more than clipping loses, on
+the group's own block of G; a row keeps its clipped ranges only if its error under all of G falls. With `clip_sweeps` each
+group's range is then chosen again under all of G (`_ranges`).
 
-`balance` weighs the modalities in mean|X|, in L and in the clip search alike: the Gram form of MBQ (arXiv 2412.19509).
+`balance` weights the modalities in mean|X|, in L and in the clip search: the Gram form of MBQ (arXiv 2412.19509).
 
-Cost: `grid * 256 * in^2` multiply-adds a group (twice that with `duo`) and `out * in^2` for each layer. Loses: scales of one
-parameter, no error feedback (gptq has that).
+Cost: `grid * 256 * in^2` multiply-adds per group (twice that with `duo`) and `out * in^2` per layer. Loses: the scales have
+    only one parameter, and there is no error feedback (as in gptq).
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._ranges import refined
 
-SMALLEST_RATIO = 0.5  # least share of the range that clipping keeps, as in the paper's code
-_SAMPLE = 256  # rows that scales are compared on
-_ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))  # (eighths of these, how many scales go on from there)
+SMALLEST_RATIO = 0.5  # smallest share of the range that clipping tries, as in the paper's code
+_SAMPLE = 256  # rows on which scales are compared
+_ROUNDS = (
+    ((3,), 15),
+    ((1, 5), 7),
+    ((0, 2, 4, 6, 7), 1),
+)  # (eighths of the rows, number of scales that stay after them)
 _ROWS = 512  # rows whose ranges are searched at a time
 
 
@@ -100,7 +104,7 @@ def scheme(options: Options) -> Scheme:
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Smoothing:
-    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none when none beats leaving them."""
+    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
     scales, fmt = candidates(weights, stats, options), scheme(options).weights
     return Smoothing(least_error(weights, scales, stats.gram(), fmt, scale_dtype))
 
@@ -113,37 +117,38 @@ def least_error(
     scale_dtype: torch.dtype,
     max_code: float | None = None,
 ) -> Tensor | None:
-    """Choose from `scales`, each `[in]`, the one of least error for the weights `[out_i, in]`; None if 1 has less.
+    """Choose from `scales`, each `[in]`, the one with the smallest error for the weights `[out_i, in]`; None if 1 is better.
 
-    `max_code`: as of `numerics.find_params`.
+    `max_code`: as in `numerics.find_params`.
     """
     return best_scale(weights, scales, lambda rows, tried: _losses(rows, tried, gram, fmt, scale_dtype, max_code))
 
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""Rows of weights `[rows, in]` and scales `[k, in]` -> what each scale loses on these rows, float64 `[k]`."""
+"""Function of rows of weights `[rows, in]` and scales `[k, in]` that returns each scale's loss on these rows, float64
+`[k]`."""
 
 
 def best_scale(weights: list[Tensor], scales: list[Tensor], losses: Losses) -> Tensor | None:
-    """Choose by successive halving from `scales`, each `[in]`, the one that loses least on the weights `[out_i, in]`; None if 1
-    loses less."""
+    """Choose by successive halving from `scales`, each `[in]`, the one with the smallest loss on the weights `[out_i, in]`;
+    None if 1 has a smaller one."""
     rows = torch.cat(sample(weights))
     tried = torch.stack([torch.ones_like(scales[0]), *scales])
-    # Errors are sums over rows. A first eighth drops the worst half of the scales, the last rows are spent on a few; losses of
-    # all rows seen so far are summed in float64.
+    # Errors are sums over rows. The first eighth of the rows eliminates the worst half of the scales, and only a few are left
+    # for the last rows; losses are summed over all rows so far, in float64.
     rounds = _ROUNDS if len(rows) > _SAMPLE // 2 else ((range(8), 1),)
     total = torch.zeros(len(tried), dtype=torch.float64, device=rows.device)
     for eighths, count in rounds:
         some = torch.cat([rows[k::8] for k in eighths])
         total += torch.cat([losses(some, scales) for scales in tried.split(max(1, _SAMPLE // len(some)))])
         rivals = total[1:].topk(min(count, len(total) - 1), largest=False).indices.sort().values + 1
-        ahead = torch.cat([rivals.new_zeros(1), rivals])  # 1 goes on in any case
+        ahead = torch.cat([rivals.new_zeros(1), rivals])  # the scale 1 always stays
         tried, total = tried[ahead], total[ahead]
     return tried[1] if total[1] < total[0] else None
 
 
 def sample(weights: list[Tensor]) -> list[Tensor]:
-    """Take evenly spaced rows of all weights, about `_SAMPLE` together, in float32."""
+    """Take evenly spaced rows of all weights, about `_SAMPLE` in total, in float32."""
     step = max(1, round(sum(map(len, weights)) / _SAMPLE))
     return [weight[step // 2 :: step].float() for weight in weights]
 
@@ -158,7 +163,7 @@ def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> li
         w = _relative_magnitude(weights, scheme(options).weights)
         scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
     scales = [s.clamp(min=1e-4) for s in scales]
-    # As in the authors' code: the largest and the smallest scale become reciprocals, so that weights keep their size.
+    # As in the authors' code: the largest and the smallest scale become reciprocal, so that weights keep their magnitude.
     scales = [s / (s.max() * s.min()).sqrt() for s in scales]
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
@@ -171,7 +176,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: 
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
 ) -> QTensor:
-    """Round `weight [out, in]` to nearest in clipped or full ranges; it and `stats` are smoothed already."""
+    """Round the smoothed `weight [out, in]` to nearest in clipped or full ranges; `stats` are those of the smoothed input."""
     fmt = scheme(options).weights
     if not options.clip:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
@@ -183,9 +188,9 @@ def quantize(
 
 
 def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of `weight [out, in]`, clipped in rows whose error under `gram` that reduces.
+    """Scale and zero point of `weight [out, in]`, clipped in rows where that reduces the error under `gram`.
 
-    `steps`: of the search down to half of the range; `kwargs`: further arguments of `numerics.scale_from_range`.
+    `steps`: steps of the search, down to half of the range; `kwargs`: further arguments of `numerics.scale_from_range`.
     """
     params = [_clipped(rows.float(), gram, fmt, steps, kwargs) for rows in weight.split(_ROWS)]
     zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
@@ -202,7 +207,7 @@ def _clipped(
         scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         return scale, zero, quadratic(residual(w, scale, zero, fmt), gram)
 
-    # A group's best range by itself may be worse next to those of other groups: the whole row decides, under the whole of G.
+    # Ranges that are best for each group alone may be worse together: the whole row decides, under all of G.
     scale, zero, error = tried(1.0)
     clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
     better = (less < error)[:, None]
@@ -222,12 +227,12 @@ def _losses(
 def errors(
     w: Tensor, scales: Tensor, importance: Tensor, fmt: Format, scale_dtype: torch.dtype, max_code: float | None = None
 ) -> Tensor:
-    """What rounding changes in `w [out, in]` if its columns are multiplied by each of `scales [k, in]`: `[k, out, in]`.
+    """Rounding errors of `w [out, in]`, `Q(W s) / s - W`, for each of `scales [k, in]`: `[k, out, in]`.
 
-    `importance [in]`: as of `numerics.find_params`, before inputs are divided; `max_code`: likewise.
+    `importance [in]`: as in `numerics.find_params`, for inputs not yet divided by s; `max_code`: as there.
     """
     s = scales[:, None]
-    # Of inputs divided by s the Gram matrix has the diagonal G_jj / s_j^2. With zero points it only matters which are 0.
+    # For inputs divided by s the Gram matrix has the diagonal G_jj / s_j^2. With zero points only its zeros matter.
     if fmt.symmetric:
         importance = (importance / s.square()).expand(-1, len(w), -1).flatten(0, 1)
     scaled = (w * s).flatten(0, 1)
@@ -248,7 +253,8 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
 def _best_ratio(
     w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """The share `[out, n_groups]` of each row's and group's range with the least error under the group's block of G."""
+    """The share `[out, n_groups]` of the range, for each row and group, with the smallest error under the group's block of
+    G."""
     n = fmt.n_groups(w.shape[1])
     size = w.shape[1] // n
     blocks = torch.stack([gram[k : k + size, k : k + size] for k in range(0, n * size, size)])  # [n, size, size]
@@ -264,6 +270,6 @@ def _best_ratio(
             d = d.view(len(d), n, size).transpose(0, 1)  # [n_groups, rows, group]
             errors.append(torch.bmm(d, blocks).mul_(d).sum(-1).T)
         error = torch.cat(errors)
-        best = torch.where(error < least, ratio, best)  # of equal ones the widest range, which fits other tokens best
+        best = torch.where(error < least, ratio, best)  # ties go to the widest range, which generalizes best
         least = torch.minimum(error, least)
     return best

@@ -1,9 +1,9 @@
 """FP8 W8A8 in blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3): float8_e4m3fn weights with a scale for each 128 x 128,
-activations with one for each 128 inputs of a token, found by the engine.
+activations with one for each 128 inputs of a token, computed by the engine.
 
 The format of the FP8 checkpoints that DeepSeek and Qwen publish. Needs no data. Next to `fp8`, whose scales are of rows, an
-outlier spoils 128 columns and not a whole row of a token's inputs; of the weights it is about as exact, with fewer scales.
-vLLM fuses only layers whose outputs are whole blocks, and the kernels are for Hopper and later.
+outlier affects 128 columns instead of all inputs of its token; weights are about as accurate, with fewer scales. vLLM fuses
+only layers whose outputs are whole blocks, and the kernels are for Hopper and later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRESETS: dict[str, dict] = {"FP8_BLOCK": {}}
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """No options: kernels have blocks of 128 x 128."""
+    """No options: kernels require blocks of 128 x 128."""
 
 
 def scheme(options: Options) -> Scheme:

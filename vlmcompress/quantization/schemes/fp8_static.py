@@ -3,13 +3,13 @@ its input.
 
     input_scale = max|X| / 448        weight_scale = max|W| / 448
 
-The engine saves the per-token maximum of `fp8`, and can fuse the conversion into the operation before. It loses what
-larger inputs than calibration saw would need (they saturate), and small values when a few tokens are huge, as image
-tokens can be.
+The engine need not compute a maximum per token as for `fp8`, and can fuse the conversion into the operation before. Loses:
+inputs above the calibrated maximum saturate, and small values lose precision when a few tokens are huge, as image tokens can
+be.
 
-Engines fuse q/k/v and gate/up into one matrix. vLLM then takes the largest weight scale and *rounds again* to it; to
-spare that second rounding, the layers of a group share one scale from the start. `weights: channel` gives a scale per
-row, a little more accurate. vLLM 0.32 runs static inputs on CUDA only; its CPU build fails at the first token.
+Engines fuse q/k/v and gate/up into one matrix. vLLM then takes the largest weight scale and *rounds again* to it; to avoid
+that second rounding, the layers of a group share one scale from the start. `weights: channel` gives a scale per row, a little
+more accurate. vLLM 0.32 runs static inputs on CUDA only; its CPU build fails at the first token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def scheme(options: Options) -> Scheme:
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
-    """The largest absolute weight of the group, `[1]`; None when every row has its own scale."""
+    """The largest absolute weight of the group, `[1]`; None with a scale per row."""
     if options.weights == "channel":
         return None
     return torch.stack([weight.abs().max().float() for weight in weights]).max().view(1)
@@ -66,7 +66,7 @@ def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: 
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
 ) -> QTensor:
-    """Round `weight [out, in]` to nearest, on the scale of its group when `prepared` gives one."""
+    """Round `weight [out, in]` to nearest, with the scale of its group if `prepared` has the group's maximum."""
     fmt = scheme(options).weights
     if prepared is None:
         return round_to_nearest(weight, fmt, scale_dtype=scale_dtype)
@@ -76,6 +76,6 @@ def quantize(
 
 
 def input_scale(stats: GroupStats, options: Options) -> Tensor:
-    """The scale `[1]`, float32, of inputs of every modality; 1 for an input that was always zero."""
+    """The scale `[1]`, float32, that covers inputs of every modality; 1 if they were always zero."""
     top = stats.absmax().max().view(1)
     return torch.where(top > 0, top / FLOAT8_MAX, 1.0)

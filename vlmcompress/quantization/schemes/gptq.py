@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): round the columns of a weight one after another, each time correcting those still to come.
+"""GPTQ (arXiv 2210.17323): round the columns of a weight one after another, and correct the remaining ones after each.
 
 With `H = X^T X` the output error of a row is `(w - q) H (w - q)^T`. Fixing the columns in order, the best correction
 of column i for the errors made before it follows from a triangular factor `H = R R^T`, `R` upper triangular (the
@@ -6,21 +6,21 @@ Cholesky factor in reversed order), because then `(w - q) H (w - q)^T = ||(w - q
 
     q_i = Q( w_i + sum_{j<i} (w_j - q_j) R_ji / R_ii )
 
-makes the i-th term of that norm as small as rounding allows. It is GPTQ exactly, in the form of LDLQ (arXiv 2307.13304,
-theorem 6) and Babai's nearest plane (arXiv 2507.18553), and needs neither the inverse of H nor its factor: one
-Cholesky factorization per group instead of two and an inversion, shared by all layers with the same input.
+makes the i-th term of that norm as small as rounding allows. This is exactly GPTQ, in the form of LDLQ (QuIP, arXiv
+2307.13304, which proves the two equal) and of Babai's nearest plane algorithm (arXiv 2507.18553). It needs no inverse of H:
+one Cholesky factorization per group, shared by all layers with the same input, instead of two and an inversion.
 
-Scales are found on the original weights: of plain ranges, or with `clip` of those whose squared error, each column
-weighed by `R_ii^2` as the norm above weighs it, is least (`_ranges`). `smooth: awq` scales input channels by AWQ's
-search first; `smooth: feedback` compares AWQ's candidates by that same norm instead, which knows what feedback will do.
+Scales are computed from the original weights: from plain ranges, or with `clip` from the ranges with the smallest squared
+error, where column i has the weight `R_ii^2` as in the norm above (`_ranges`). `smooth: awq` first scales input channels by
+AWQ's search; `smooth: feedback` compares AWQ's candidates by that same norm instead, which takes error feedback into account.
 Columns are rounded a block at a time (`_columns`), and `sweeps` of local search then change single codes of the block
-(`_local_search`). `actorder: static` visits columns by falling diagonal of H while groups keep their place, so that the engine
-needs no index; it is at least as accurate and costs nothing at serving time.
+(`_local_search`). `actorder: static` rounds columns in the order of the decreasing diagonal of H while groups stay in place,
+so the engine needs no index; it is at least as accurate and costs nothing at serving time.
 
-Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit
-few calibration tokens (hence the damping). Where there are fewer than inputs, H is singular: inputs that the tokens
-don't tell apart share corrections as damping alone says. That and damping beyond `damp` (ten times more until H can be
-factorized) are warned of; the larger the damping, the closer to rounding to nearest.
+Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
+    damping). With fewer tokens than inputs, H is singular, and only the damping determines how corrections are split among
+    inputs that the tokens do not distinguish. A warning says so, and another one says when more than `damp` was needed (ten
+    times more until H can be factorized); the larger the damping, the closer the result is to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
 """
@@ -42,15 +42,15 @@ from vlmcompress.quantization.schemes._columns import Feedback, propagated_error
 from vlmcompress.quantization.schemes._ranges import least_error
 
 PREPARED_BY = ("damp", "actorder", "balance")
-_FACTORED = 256  # columns that are factorized at a time
+_FACTORED = 256  # columns factorized at a time
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns that are
-    rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales first, or
-    "feedback" for those of them that leave GPTQ least; `clip`: search the ranges, in `clip_grid` steps; `sweeps` of local
-    search; `balance`: see `statistics.balance`."""
+    rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales, or "feedback"
+    for the one of them with the smallest error after GPTQ; `clip`: search the ranges, in `clip_grid` steps; `sweeps`: sweeps
+    of local search; `balance`: see `statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
@@ -97,7 +97,7 @@ def scheme(options: Options) -> Scheme:
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Smoothing:
-    """The scale `[in]` for the weights `[out_i, in]` that share an input; none where none is asked for, or none helps."""
+    """The scale `[in]` for the weights `[out_i, in]` that share an input; none if the options turn it off, or if 1 is best."""
     if options.smooth == "off":
         return Smoothing()
     awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
@@ -123,19 +123,19 @@ def smooth_for_feedback(
     fmt: Format,
     scale_dtype: torch.dtype,
 ) -> Smoothing:
-    """Choose from `scales`, AWQ's candidates, each `[in]`, the one after which error feedback leaves the smallest error of
-    the weights `[out_i, in]`; none where 1 does.
+    """Choose from `scales`, AWQ's candidates, each `[in]`, the one with the smallest error of the weights `[out_i, in]` after
+    error feedback; none if 1 is best.
 
-    With inputs divided by s the factor of H is `S^-1 R`, so column j counts `residues_j / s_j^2` there, in the same order
-    of visits. Squared errors of rounding `W s` to nearest, so weighed, need no product with a matrix: this costs less
-    than AWQ's own search, which does not know of feedback.
+    With inputs divided by s the factor of H is `S^-1 R`, so column j has the weight `residual_weight_j / s_j^2`, in the same
+    order. The weighted squared errors of rounding `W s` to nearest need no matrix product: this costs less than AWQ's own
+    search, which ignores feedback.
 
-    Damping and the order of visits should be those of the smoothed inputs, whose scale is still unknown here: those of inputs
-    divided by the middle one of AWQ's candidates with weights take their place. `prepare` continues from that factor.
+    Damping and column order should be those of the smoothed inputs, whose scale is not known yet: they are taken from inputs
+    divided by the middle one of AWQ's candidates with weights. `prepare` continues from that factor.
     """
-    middle = scales[len(scales) * 3 // 4]  # the last half of the candidates are those with weights
+    middle = scales[len(scales) * 3 // 4]  # the second half of the candidates includes weights
     feedback = _factorized(stats.rescaled(middle), options)
-    residual_weight = feedback.residual_weight * middle.square()  # R_jj^2 of inputs that are divided by nothing
+    residual_weight = feedback.residual_weight * middle.square()  # R_jj^2 for unscaled inputs
 
     def left(rows: Tensor, tried: Tensor) -> Tensor:
         # With H_s = S^-1 H S^-1 the factor is S^-1 R, and the error of W s is s D: (s_j D_j)^2 R_jj^2 / s_j^2 = D_j^2 R_jj^2.
@@ -147,13 +147,14 @@ def smooth_for_feedback(
 
 
 def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: Factor | None = None) -> Feedback:
-    """Factorize the Gram matrix of the group's input, damped more while it is not definite, unless `smooth` did so.
+    """Factorize the Gram matrix of the group's input, with more damping while it is not definite, or reuse the factor of
+    `smooth`. Raises ValueError if no damping suffices.
 
     With inputs divided by s the factor is `S^-1 R`.
     """
     if factor is None:
         return _factorized(stats, options)
-    # The factor is of inputs over `factor.scale`; those of `stats` are over `stats.scale`.
+    # The factor is for inputs divided by `factor.scale`, `stats` for inputs divided by `stats.scale`.
     return factor.feedback.rescaled(1 / factor.scale if stats.scale is None else stats.scale / factor.scale)
 
 
@@ -165,20 +166,23 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
             stats.gram()
         )  # H = X^T X [in, in] float32; the paper's H is twice that, which changes no quotient R_ji / R_ii
         diagonal = h.diagonal().clone()
-        dead = diagonal == 0  # inputs that are always zero: with any positive diagonal their weights are just rounded
+        dead = (
+            diagonal == 0
+        )  # inputs that are always zero: any positive diagonal makes their weights rounded to nearest
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
-        # The paper adds 1% of the mean diagonal (its step 3, Cholesky reformulation): where inputs depend on each other H is
-        # singular.
+        # The paper adds 1% of the mean diagonal (step 3, Cholesky reformulation), as H is singular where inputs are linearly
+        # dependent.
         diagonal += damp * diagonal.mean()
         order = torch.arange(len(h), device=h.device)
         if options.actorder == "static":
-            # "act-order" of the authors' code: columns of large inputs first, while many others can still make up for them.
+            # "act-order" of the authors' code: columns of large inputs first, while many others can still compensate for their
+            # errors.
             order = diagonal.argsort(descending=True, stable=True)
         h = reordered(h, order)
         h.diagonal().copy_(diagonal[order])
         if factorize(h):
             warnings = _warnings(stats.tokens, int((~dead).sum()), damp, options)
-            # `h` holds R^T now. Row i over its pivot R_ii is what column i is corrected by: R_ji / R_ii for j < i.
+            # `h` holds R^T now. Row i divided by its pivot R_ii has the corrections of column i: R_ji / R_ii for j < i.
             pivots, residual_weight = h.diagonal().clone(), torch.zeros_like(diagonal)
             residual_weight[order] = pivots.square()
             return Feedback(order, h.div_(pivots[:, None]), residual_weight.masked_fill_(dead, 0), pivots, warnings)
@@ -198,13 +202,13 @@ def reordered(h: Tensor, order: Tensor) -> Tensor:
 def factorize(h: Tensor) -> bool:
     """Factor `h [in, in]`, a lower block triangle, as `R R^T` with `R` upper triangular; write `R^T` over it.
 
-    By blocks from the last on, as R is Cholesky's factor of `h` with rows and columns reversed. In place, as `h` may be the
-    largest tensor of the run. Returns whether `h` is definite.
+    Works block by block from the last one, as R is the Cholesky factor of `h` with rows and columns reversed, and in place, as
+    `h` may be the largest tensor of the run. Returns whether `h` is positive definite.
     """
-    failed = []  # the device is asked once, after the last block
+    failed = []  # read once, after the last block, to synchronize with the device only once
     for a in reversed(range(0, len(h), _FACTORED)):
         b = min(a + _FACTORED, len(h))
-        # [256, b]: rows a to b of what the blocks after them leave, H - R_after R_after^T.
+        # [256, b]: rows a to b of H - R_after R_after^T, what remains after the later blocks.
         panel = h[a:b, :b].addmm_(h[b:, a:b].T, h[b:, :b], alpha=-1) if b < len(h) else h[a:b]
         # U U^T with U upper triangular is Cholesky's L L^T of the block with rows and columns reversed.
         lower, info = torch.linalg.cholesky_ex(panel[:, a:].flip(0, 1))
@@ -220,11 +224,11 @@ def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[
     """Warn of a Gram matrix that is singular or needed more damping; `inputs`: those that are not always zero."""
     warnings = []
     if tokens < inputs:
-        what = "GPTQ saw fewer tokens than a layer has inputs: its Gram matrix is singular, and damped; take more --samples"
+        what = "GPTQ had fewer tokens than a layer has inputs: its Gram matrix is singular without damping; use more --samples"
         warnings.append((what, f"{tokens} tokens, {inputs} inputs"))
     if damp > options.damp:
         near = ", close to rounding to nearest" if damp >= 1 else ""
-        what = "GPTQ could not factorize its Gram matrix with options.damp and damped it more; take more --samples"
+        what = "GPTQ could not factorize its Gram matrix with options.damp and used more damping; use more --samples"
         warnings.append((what, f"{damp:.2g} instead of {options.damp:.2g}{near}"))
     return tuple(warnings)
 
@@ -232,7 +236,7 @@ def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[
 def quantize(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
 ) -> QTensor:
-    """Round `weight [out, in]` column by column, feeding errors forward."""
+    """Round `weight [out, in]` column by column, with error feedback."""
     return quantize_group([weight], stats, options, scale_dtype, prepared)[0]
 
 
@@ -253,7 +257,7 @@ def quantize_group(
 def ranges(
     weight: Tensor, feedback: Feedback, stats: GroupStats, fmt: Format, options: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of `weight [out, in]`: of its plain ranges, or with `clip` of those that err least.
+    """Scale and zero point of `weight [out, in]`: from plain ranges, or with `clip` from those with the smallest error.
 
     `kwargs`: further arguments of `numerics.find_params`.
     """
@@ -265,12 +269,11 @@ def ranges(
 def sketch(
     weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
 ) -> Tensor:
-    """Estimate the error `q - w [out, in]` that `quantize` makes, without visiting columns one by one.
+    """Estimate the error `q - w [out, in]` of `quantize` without rounding column by column.
 
-    With the residual of each column to its target, `r = Q(t) - t`, the errors d fulfil `d_i + sum_{j<i} d_j R_ji / R_ii
-    = r_i`, one triangular system for all rows. The targets are not known, but their residuals are like those of the
-    weights themselves, which are put in for r. Rounding errors beyond the range are then missed, and at 2 bits there
-    are many.
+    With the residual of each column to its target t, `r = Q(t) - t`, the errors d satisfy `d_i + sum_{j<i} d_j R_ji / R_ii =
+    r_i`, one triangular system for all rows. The targets are unknown, but their residuals resemble those of the weights, which
+    are used for r. This misses errors of targets beyond the range, of which there are many at 2 bits.
     """
     feedback = prepare([weight], stats, options) if prepared is None else prepared
     fmt = scheme(options).weights

@@ -2,17 +2,17 @@
 moved first.
 
 A few input channels of transformers are 10 to 100 times larger than the rest, and one scale per token then leaves
-little for the others. Dividing each channel of the input by `s` and multiplying the weights' columns by it changes
-nothing in exact arithmetic and moves part of the range into the weights, where it is easier (eq. 4):
+little for the others. Dividing each input channel by `s` and multiplying the weights' columns by it changes nothing in exact
+arithmetic and moves part of the range into the weights, which are easier to quantize (eq. 4):
 
     s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-The maxima run over calibration tokens and over all rows of all layers that share the input; with a `balance`, max|X_j| is
-the weighted mean of the modalities' maxima, so that no modality alone decides a channel.
+The maxima are over calibration tokens, and over all rows of all layers that share the input. With a `balance`, max|X_j| is the
+weighted mean of the modalities' maxima, so no modality alone determines a channel's scale.
 
-A row's scale puts the largest of its weights on code 127 or on -128, by which the sum over columns of `max|X_j / s_j|^2` times
-the squared rounding error is less. Smoothed columns are uneven, and a sum that ignores that is often worse than the paper's
-127 for every row. Costs a few passes over the weights.
+A row's scale maps its largest weight to code 127 or -128, whichever gives the smaller sum over columns of `max|X_j / s_j|^2`
+times the squared rounding error. Smoothed columns are uneven, and an unweighted sum is often worse than the paper's 127 for
+every row. Costs a few passes over the weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 
 PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
-_LARGEST = 1e5  # scale, and its reciprocal the smallest: as in the authors' code, so that 16 bits hold the quotients
+_LARGEST = 1e5  # largest scale, its reciprocal is the smallest; as in the authors' code, so that quotients fit 16 bits
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`alpha`: share of the difficulty moved from activations to weights; 0.5 balances, 0.8 suits strong outliers;
+    """`alpha`: how much of the range moves from activations to weights; 0.5 balances, 0.8 suits strong outliers;
     `balance`: see `vlmcompress.numerics.statistics.balance`."""
 
     alpha: float = 0.5
@@ -59,8 +59,8 @@ def scheme(options: Options) -> Scheme:
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Smoothing:
-    """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1; one whose weights are all zero
-    gets the largest, so that an input of no use sets no token's step."""
+    """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1. One whose weights are all zero gets
+    the largest scale, so that an unused input does not determine a token's step."""
     # Eq. (4). Maxima over tokens, and over the rows of all layers that read the input: [in].
     x = stats.absmax()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
@@ -71,8 +71,8 @@ def smooth(
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """Round `weight [out, in]`, smoothed already, to nearest."""
+    """Round the smoothed `weight [out, in]` to nearest."""
     importance = None
-    if stats is not None:  # never 0: a channel that was not active may be one day, and its weights are not to be cut
+    if stats is not None:  # never 0: a channel without input in calibration may get some later
         importance = stats.absmax().square().clamp_min(torch.finfo(torch.float32).tiny)
     return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)

@@ -1,25 +1,25 @@
-"""After MBQ (arXiv 2412.19509): AWQ's search with the modalities weighed by how much the loss minds their errors.
+"""After MBQ (arXiv 2412.19509): AWQ's search with the modalities weighted by the sensitivity of the loss to their errors.
 
-Visual tokens are many, and the answer's loss minds an error in one of them far less than in a text token. MBQ measures by how
-much, with one backward pass of the answer's loss: g_m is the mean |dL/dY| of modality m at the output of a block's attention
-or MLP, and `rho = max(r, median r)` of `r = g_vision / g_answer`, the median being over blocks (`Sensitivity.rho`). Scales come
-from inputs alone,
+Visual tokens are many, and the answer's loss is far less sensitive to an error in one of them than in a text token. MBQ
+measures this with one backward pass of the answer's loss: g_m is the mean |dL/dY| of modality m at the output of a block's
+attention or MLP, and `rho = max(r, median r)` with `r = g_vision / g_answer` and the median over blocks (`Sensitivity.rho`).
+Scales depend on inputs alone,
 
     s = mean|X|^a, at least 1e-4, normalized by sqrt(max s * min s),      a = 0, 1/grid, ..., (grid - 1)/grid
 
-with the mean over all tokens, and the one taken has the least error `D` (see `objective`; K counts elements):
+with the mean over all tokens. The scale with the smallest error `D` is taken (see `objective`; K is a number of elements):
 
     mae     (sum_answer |D| + rho sum_vision |D|) / (K_answer + K_vision)
     gram    sum_answer D^2 / K_answer + rho sum_vision D^2 / K_vision
 
-`mae` is as published: D is the error of the output of the module that the layers are in (q/k/v: attention, gate/up: MLP, the
-others themselves), run again for each candidate (`calibration.block_search`). `gram` is ours: D is the error of each linear
-layer's own output, from Gram matrices, which needs no forward computation beyond the statistics. Prompt tokens count in
-neither, as in the authors' code, but for the last, from which the answer's first is read (`statistics.balance` says why). No
-clipping, no error feedback.
+`mae` is as published: D is the error of the output of the layers' module (q/k/v: attention, gate/up: MLP, others: the layer
+itself), which runs again for each candidate (`calibration.block_search`). `gram` is our variant: D is the error of each linear
+layer's output, computed from Gram matrices without running the model again. As in the authors' code, prompt tokens count in
+neither, except the last one, whose logits give the answer's first token (see `statistics.balance`). There is no clipping and
+no error feedback.
 
-16-bit activations: groups with zero points. 8-bit ones, as published: symmetric weights with one scale per row, and the
-candidate's error includes rounding the inputs of the layers token by token, which Gram matrices cannot tell.
+With 16-bit activations weights have groups and zero points. With 8-bit ones, as published, weights are symmetric with one
+scale per row, and a candidate's error includes rounding the layers' inputs token by token, which Gram matrices cannot express.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Options(QuantizerOptions):
         if self.objective not in ("gram", "mae"):
             raise ValueError(f"objective must be 'gram' or 'mae', got {self.objective!r}")
         if self.objective == "gram" and not wide:
-            raise ValueError("objective 'gram' cannot see 8-bit activations; use mae")
+            raise ValueError("objective 'gram' cannot account for 8-bit activations; use mae")
 
 
 def needs(options: Options) -> Needs:
-    """The Gram matrix and mean magnitudes; unless the objective is "gram", the published search by the block's output."""
+    """The Gram matrix and mean magnitudes; with the objective "mae" also the published search by the block's output."""
     searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
     return Needs(frozenset({"gram", "absmean"}), searches=searches)
 
@@ -99,24 +99,24 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
 
     Args:
         sums: modality -> sum over its tokens and channels of |D|.
-        counts: modality -> how many elements were summed.
+        counts: modality -> number of elements in the sum.
         rho: weight of the visual error.
 
-    Raises:
-        ValueError: neither visual nor answer tokens; where one of them is missing, the other decides.
+            Raises:
+            ValueError: there are neither visual nor answer tokens; one of the two is enough.
     """
     if not counts["answer"] + counts["vision"]:
-        raise ValueError("the samples have no visual and no answer tokens to weigh; add some with images or answers")
-    # Mean absolute error, the authors' default; both sums over one number of elements, so that rho alone weighs the modalities.
+        raise ValueError("the samples have neither visual nor answer tokens; add some with images or answers")
+    # Mean absolute error, the authors' default; both sums are divided by the same count, so only rho weights the modalities.
     return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
 
 
 def smooth(
     weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Smoothing:
-    """Find by the `gram` form the best scale `[in]` for the weights `[out_i, in]`; none when none beats leaving them."""
-    # The scale 1 is compared in any case. The mean pools all tokens, as published; the loss weighs them, by
-    # G = G_answer / n_answer + rho G_vision / n_vision up to a factor.
+    """Find the best scale `[in]` for the weights `[out_i, in]` with objective `gram`; none if no scale beats 1."""
+    # The scale 1 is always compared. The mean pools all tokens, as published; the loss weights them with G = G_answer /
+    # n_answer + rho G_vision / n_vision up to a factor.
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
     return Smoothing(awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
 

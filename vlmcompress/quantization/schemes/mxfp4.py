@@ -1,12 +1,12 @@
 """MXFP4: 4-bit floats with a power of two as the scale of each 32 weights, the microscaling format of the Open Compute Project.
 
-Next to NVFP4 it has half as many scales, 4.25 instead of 4.5 bits a weight, and they fit worse: a block's largest value lies
-anywhere between 3.5 and 7 steps, and what exceeds 6 is clipped. Of three powers of two the one that errs least is taken.
-Weights are rounded in one of three ways (`_rounded`).
+Next to NVFP4 it has half as many scales, 4.25 instead of 4.5 bits a weight, and they fit worse: a block's largest value is
+anywhere between 3.5 and 7 steps, and values above 6 are clipped. The best of three powers of two is used. Weights are rounded
+in one of three ways (`_rounded`).
 
-`activations: 4` (W4A4) lets the engine round inputs the same way, token by token, so that nothing is calibrated for it; `16`
-keeps them. vLLM 0.32 does not look: on Blackwell it rounds inputs in either case, and on GPUs before that in none, where it
-computes in 16 bits. Nothing of this was run on such a machine here.
+With `activations: 4` (W4A4) the engine rounds inputs the same way, token by token, without calibration; `16` does not round
+them. vLLM 0.32 ignores the difference: on Blackwell it always rounds inputs, and on older GPUs it never does and computes in
+16 bits. This was not run on such a machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MXFP8 W8A8: float8_e4m3fn with a power of two as the scale of each 32 weights, and of each 32 inputs of a token.
 
 The microscaling format of the Open Compute Project. The engine scales inputs itself, and weights are rounded to nearest unless
-`rounding` says otherwise (`_rounded`), so it needs no data. Next to `fp8` an outlier spoils 31 numbers and not a row, for 3%
-more bytes. vLLM 0.32 computes with rounded inputs on Blackwell, on GPUs before that in 16 bits.
+`rounding` says otherwise (`_rounded`), so it needs no data. Compared with `fp8`, an outlier affects 31 numbers instead of a
+row, for 3% more bytes. vLLM 0.32 computes with rounded inputs on Blackwell and in 16 bits on older GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leave the weights in 16 bits: for recipes that only reduce visual tokens, and as the baseline of a comparison."""
+"""Keep the weights in 16 bits: for recipes that only reduce visual tokens, and as the baseline of a comparison."""
 
 from __future__ import annotations
 

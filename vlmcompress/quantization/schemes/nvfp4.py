@@ -1,20 +1,20 @@
 """NVFP4: 4-bit floats with a float8 scale for each 16 weights; mixed as published checkpoints for Blackwell are, or pure.
 
-The format is that of `numerics`. What an engine makes one matrix of shares a global scale, as vLLM takes the largest of
-several and is silently wrong otherwise. Weights are rounded in one of three ways (`_rounded`).
-`four_over_six` (arXiv 2512.02010) puts the largest value of a block at 4 instead of 6 where that errs less. The paper takes
-`256 * 6 / max|W|` for the global scale, so that 4 is open to every block; with compressed-tensors' 448 it is not to blocks
-whose largest value exceeds two thirds of the matrix's.
+See `numerics` for the format. Layers that an engine fuses into one matrix share a global scale: vLLM takes the largest one of
+them, which silently gives wrong results if they differ. Weights are rounded in one of three ways (`_rounded`). `four_over_six`
+(arXiv 2512.02010) maps the largest value of a block to 4 instead of 6 where that reduces the error. The paper uses the global
+scale `256 * 6 / max|W|`, so that every block can use 4; with compressed-tensors' 448, blocks whose largest value exceeds two
+thirds of the matrix's cannot.
 
-`activations: 4` (W4A4) lets the engine round inputs the same way, relative to one number that is calibrated, `448 * 6 /
-max|X|`; larger inputs than calibration saw saturate. `16` keeps inputs as they are: no faster arithmetic, and more accurate.
+With `activations: 4` (W4A4) the engine rounds inputs the same way, with the calibrated global scale `448 * 6 / max|X|`; inputs
+above the calibrated maximum saturate. With `16` inputs are not rounded: more accurate, but no faster arithmetic.
 
-`mixed` gives NVFP4 to the MLPs alone, and FP8 (`fp8`) to attention, to what stands in its place, and to the MLPs of the `last`
-blocks, an eighth of them by default. So are NVIDIA's Qwen3.6-27B-NVFP4 (vllm-project/recipes, pull request 606: MLPs NVFP4,
-attention and the KV cache FP8) and llm-compressor's recipe for Qwen3.8-27B (`examples/quantization_w4a4_fp4`: the MLPs of the
-last 8 of 64 blocks in FP8, too).
+`mixed` uses NVFP4 for MLPs only, and FP8 (`fp8`) for attention (or the layers that replace it) and for the MLPs of the `last`
+blocks, an eighth of all by default. This is the layout of NVIDIA's Qwen3.6-27B-NVFP4 (vllm-project/recipes, pull request 606:
+MLPs NVFP4, attention and the KV cache FP8) and llm-compressor's recipe for Qwen3.8-27B (`examples/quantization_w4a4_fp4`: the
+MLPs of the last 8 of 64 blocks in FP8, too).
 
-vLLM computes W4A4 on Blackwell only; A100 and H100 run the weights in 16 bits. Nothing of this was run on such a machine here:
+vLLM computes W4A4 on Blackwell only; A100 and H100 dequantize the weights to 16 bits. This was not run on such a machine:
 results were compared with vLLM's emulation of the kernel on a CPU.
 """
 
@@ -32,7 +32,7 @@ from vlmcompress.quantization.schemes._base import Needs
 
 PREPARED_BY = _rounded.PREPARED_BY
 _MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
-_LAST = 8  # one of so many blocks is among the last
+_LAST = 8  # one in this many blocks is among the last
 PRESETS: dict[str, dict] = {
     "NVFP4": {"mixed": False, "activations": 4},
     "NVFP4A16": {"mixed": False, "activations": 16},
@@ -59,11 +59,11 @@ class Options(_rounded.Options):
         if self.last is not None and (type(self.last) is not int or self.last < 0):
             raise ValueError(f"last must be a whole number of blocks or null, got {self.last!r}")
         if self.last is not None and not self.mixed:
-            raise ValueError("last is for the blocks that mixed gives FP8; set mixed true or leave last out")
+            raise ValueError("last applies to mixed only; set mixed true or leave last out")
 
     @property
     def max_code(self) -> float | None:
-        """The code at which the largest value of a block is put; None: 6 or 4, whichever errs less."""
+        """The code that the largest value of a block is mapped to; None: 6 or 4, whichever has the smaller error."""
         return None if self.four_over_six else NVFP4.qmax
 
 
@@ -73,7 +73,7 @@ quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
 
 
 def needs(options: Options) -> Needs:
-    """What the rounding reads, and the maxima of inputs where these are rounded."""
+    """The statistics that the rounding reads, and the maxima of inputs if these are rounded."""
     needs = _METHOD.needs(options)
     return replace(needs, statistics=needs.statistics | {"absmax"}) if options.activations == 4 else needs
 
@@ -84,7 +84,7 @@ def scheme(options: Options) -> Scheme:
 
 
 def other(group: str, layer: int, layers: int, options: Options) -> tuple[str, dict[str, Any]] | None:
-    """FP8 for what is no MLP, and for the last blocks' MLPs; None: NVFP4."""
+    """FP8 for groups outside MLPs, and for the last blocks' MLPs; None: NVFP4."""
     last = -(-layers // _LAST) if options.last is None else options.last
     return ("fp8", {}) if options.mixed and (group not in _MLP or layer >= layers - last) else None
 
@@ -94,5 +94,5 @@ def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:
     if options.activations != 4:
         return None
     assert stats is not None
-    # Inputs beyond the maximum saturate, whatever modality they are of: no balance has a say.
+    # Inputs beyond the maximum saturate, of any modality, so no balance is applied.
     return find_global_scale([stats.balanced("off").absmax()])

@@ -1,22 +1,26 @@
-"""After Q-VLM (arXiv 2410.08119): ranges of weights searched by the output of neighbouring blocks, not layer by layer.
+"""After Q-VLM (arXiv 2410.08119): clipping ranges of weights searched by the output of several adjacent blocks, not layer by
+layer.
 
-Errors of one block are undone or amplified by the next, so the best range of each layer alone is not the best of all. Searching
-all blocks at once is too much; Q-VLM cuts the decoder into runs of at most `depth` blocks where the entropy of a block's input,
-given that of the block before, says that they depend on each other (`partition`), and chooses the ranges of a run by
+Later blocks reduce or amplify the errors of earlier ones, so the best range of each layer alone is not the best for all.
+Searching all blocks at once is too expensive. Q-VLM cuts the decoder into runs of at most `depth` blocks that depend on each
+other, judged by the conditional entropy of a block's input given that of the block before (`partition`), and chooses the
+ranges of a run by
 
     || F_run(x; quantized) - F_run(x; float) ||^2
 
-with the float run after a float prefix, the quantized one after quantized runs. `calibration.block_clip` does the search:
-it needs the model. This module rounds to nearest in ranges that cover a percentile of the magnitudes of each row's group, the
-same one for all layers that read one input; candidates are 1 to `lowest` in `grid` steps, the paper's 1.0, 0.995, ..., 0.98.
+where the float run follows a float prefix and the quantized run follows quantized runs. `calibration.block_clip` does the
+search, as it needs the model. This module rounds to nearest in ranges that cover a percentile of the magnitudes of each row's
+group; all layers that read the same input share the percentile. Candidates are 1 to `lowest` in `grid` steps, the paper's 1.0,
+0.995, ..., 0.98.
 
-What is the paper's: runs by entropy, at most 3 deep, the objective, the candidates. What is not: it quantizes activations to 4
-or 6 bits in fixed ranges and searches those, which no engine serves; here it is the ranges of weights, in formats that engines
-have. It doesn't say how the ranges of a run are searched together; here one changes at a time, in turns, until none gets
-better or after `sweeps` turns, from the full ranges on: no worse than rounding to nearest, and no guarantee of the optimum. Its
-threshold for joining is a constant; the authors' code has the running mean of the entropies, here it is the mean of all. (Their
-code searches each layer by its own error, too, and only estimates ranges anew where entropy is high.) It also fine-tunes the
-vision tower, which here stays as it is.
+From the paper: runs by entropy, at most 3 blocks deep, the objective, and the candidates. Different: the paper quantizes
+activations to 4 or 6 bits in fixed ranges and searches those ranges, which no engine serves; here the ranges of weights are
+searched, in formats that engines support. The paper does not say how the ranges of a run are searched jointly; here one
+changes at a time, in turns that begin with the full ranges and end when nothing improves or after `sweeps` turns: no worse
+than rounding to nearest, but not necessarily the optimum. The paper's threshold for joining blocks is a constant, the authors'
+code uses the running mean of the entropies, and here it is the mean of all. (Their code also searches each layer by its own
+error, and re-estimates ranges only where the entropy is high.) The paper also fine-tunes the vision tower, which is not done
+here.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `depth`: most blocks of a run; `grid`: candidates, from 1 down to the
-    percentile `lowest`; `sweeps`: most turns over the layers of a run."""
+    """`bits`, `group_size`, `symmetric` as in rtn; `depth`: most blocks in a run; `grid`: number of candidates, from 1 down to
+    the percentile `lowest`; `sweeps`: most turns over the layers of a run."""
 
     bits: int = 4
     group_size: int = 128
@@ -64,7 +68,7 @@ class Options(QuantizerOptions):
 
 @dataclass(frozen=True)
 class Ranged(Options):
-    """Options of a group whose ranges have been searched: they cover the `percentile` of magnitudes."""
+    """Options of a group after the search: its ranges cover the `percentile` of magnitudes."""
 
     percentile: float = 1.0
 
@@ -82,7 +86,7 @@ def scheme(options: Options) -> Scheme:
 def quantize(
     weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
 ) -> QTensor:
-    """Round `weight [out, in]` to nearest in its ranges; full ones where none were searched."""
+    """Round `weight [out, in]` to nearest in the searched ranges, or in full ones before a search."""
     fmt = scheme(options).weights
     ratio = cover(weight, fmt, options.percentile)
     return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
@@ -96,9 +100,9 @@ def percentiles(options: Options) -> list[float]:
 def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
     """The share of each piece's largest magnitude that covers the percentile of its magnitudes: `[out, n_groups]`.
 
-    Between two magnitudes the percentile is interpolated linearly.
+    The percentile is interpolated linearly between magnitudes.
     """
-    # A percentile near 1 lies among the few largest magnitudes, for which `topk` is enough: no sort of the whole weight.
+    # A percentile near 1 lies among the few largest magnitudes: `topk` is enough, without sorting the whole weight.
     pieces = weight.float().abs().unflatten(1, (fmt.n_groups(weight.shape[1]), -1))  # [out, n_groups, group]
     place = (1 - percentile) * (pieces.shape[-1] - 1)  # counted from the largest
     below = math.floor(place)
@@ -108,13 +112,13 @@ def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
 
 
 def partition(entropies: Sequence[float], depth: int) -> list[list[int]]:
-    """Cut blocks into runs of neighbours: one joins the block before while its entropy given that is at least the mean.
+    """Cut blocks into runs of adjacent ones: a block joins the run before it if its conditional entropy is at least the mean.
 
     Args:
-        entropies: entropy of each block's input given that of the block before, in bits; the first is not looked at.
+        entropies: entropy of each block's input given that of the block before, in bits; the first is ignored.
         depth: the most blocks in a run.
     """
-    # High conditional entropy: the block's input is not settled by the one before, so ranges of both matter together.
+    # High conditional entropy: the block before does not determine this block's input, so their ranges are searched together.
     mean = sum(entropies[1:]) / max(1, len(entropies) - 1)
     runs: list[list[int]] = []
     for block, entropy in enumerate(entropies):

@@ -1,12 +1,12 @@
 """W4A8 with FP8 activations: integer weights of 4 bits in groups of 128, activations in float8_e4m3fn with a scale per token.
 
 compressed-tensors' preset W4AFP8, for vLLM's CUTLASS kernel on Hopper: the memory of 4-bit weights and the arithmetic of FP8.
-Weights are rounded in one of three ways (`_rounded`); activations are the engine's to scale, so nothing is calibrated for them.
+Weights are rounded in one of three ways (`_rounded`); the engine scales activations, so they need no calibration.
 
-That kernel has no room for a 16-bit scale for each group: vLLM makes a float8 of it, relative to the largest of its row, when
-it loads the weights (`kernels/linear/mixed_precision/cutlass.py`), which changes it by up to 6%. So scales are put there before
-codes are found with them, and what is solved for is what the kernel computes; the 16-bit numbers in the file are within 0.4% of
-it, and become the same float8 again.
+That kernel takes no 16-bit group scales: when vLLM loads the weights it converts each scale to float8, relative to the largest
+of its row (`kernels/linear/mixed_precision/cutlass.py`), which changes it by up to 6%. So scales are converted the same way
+before codes are computed with them, and the codes fit what the kernel computes. The 16-bit numbers in the file are within 0.4%
+of those scales and convert to the same float8 again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vlmcompress.quantization.schemes import _rounded
 
 PRESETS: dict[str, dict] = {"W4AFP8": {}}
 PREPARED_BY = _rounded.PREPARED_BY
-GROUP = 128  # the only size that the kernel takes
-_LEAST = 2.0**-9  # of float8, above zero
+GROUP = 128  # the only group size that the kernel supports
+_LEAST = 2.0**-9  # smallest positive float8
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options(_rounded.WithSteps):
 
 
 def as_float8(scale: Tensor) -> Tensor:
-    """Scales `[out, n_groups]` as the kernel has them, in the type that they came in: float8 relative to the row."""
+    """Round scales `[out, n_groups]` to the kernel's values, float8 relative to the row's largest; keeps their dtype."""
     # `convert_bf16_scales_to_fp8` in vLLM: the row's largest scale becomes 448 / 8 = 56, and a code times it stays in float8.
     of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
     return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)

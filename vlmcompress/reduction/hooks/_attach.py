@@ -19,7 +19,7 @@ from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
 
 Held = TypeVar("Held")
-"""What an attachment has to know of a cache to go on with it: `Slots` of the tokens in it, of each part that differs."""
+"""What an attachment stores about a cache to continue it: the `Slots` of its tokens, for each part that differs."""
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -37,7 +37,7 @@ class Attachment(Generic[Held]):
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.module, self.options = vlm, module, options
-        self._warned = False  # whether the warning `KeptWhole` was given
+        self._warned = False  # whether `KeptWhole` was issued
         self.reduced_units: list[Reduced] = []
         self._call: Call | None = None
         self._new: Held | None = None  # slots of the cache, once this call is done
@@ -49,7 +49,7 @@ class Attachment(Generic[Held]):
         _ATTACHED.add(vlm.model)
         self._keep_pixels()
         try:
-            # The hooks that every stage has: on the whole model, on the part with encoder and decoder, on the decoder alone.
+            # Hooks of every stage: on the whole model, on the module with encoder and decoder, and on the decoder.
             self._before(vlm.model, self._no_labels)
             self._before(base, self._begin)
             self._before(self.text, self._enter)
@@ -83,7 +83,8 @@ class Attachment(Generic[Held]):
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Units of the latest call with images as they are from a decoder block on, ascending; whole before the first.
+        """Pairs (decoder block, units of the latest call with images from that block on), ascending; unreduced before the
+        first.
 
         The last ones are `seen`.
         """
@@ -99,12 +100,12 @@ class Attachment(Generic[Held]):
         """Set the further hooks of a stage."""
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Held | None) -> dict[str, Any]:
-        """Reduce the language model's arguments. `past`: slots of the cache, None when nothing has been left out of it."""
+        """Reduce the language model's arguments. `past`: slots of the cache; None if no token was dropped from it."""
         raise NotImplementedError
 
     def _keep_pixels(self) -> None:
-        """Have `generate` give the model its pixels. From transformers 5.18 on it encodes them beforehand, past all hooks, and
-        has forgotten how to repeat the patches of Qwen's images for beams."""
+        """Make `generate` pass pixels to the model. From transformers 5.18 on it encodes them first, bypassing all hooks, and
+        no longer repeats the patches of Qwen's images for beams."""
         model: Any = self.vlm.model
         if not hasattr(model, "_supports_mm_encoder_outputs"):
             return
@@ -152,7 +153,7 @@ class Attachment(Generic[Held]):
             return None
         cache = kwargs.get("past_key_values")
         slots = cache.get_seq_length() if cache is not None else 0
-        # A cache object may be used again for another prompt; what was known of it is of the prompt before.
+        # A cache object may be reused for another prompt; the stored slots then belong to the previous one.
         if cache is not None and not slots:
             self._caches.pop(cache, None)  # emptied, and filled anew
         past = self._caches.get(cache) if slots else None
@@ -160,7 +161,7 @@ class Attachment(Generic[Held]):
         if not units and past is None:
             return None
         self._check_window(slots + kwargs["inputs_embeds"].shape[1])
-        mask = self._call.get("attention_mask")  # what the model makes of it may be one for each kind of block
+        mask = self._call.get("attention_mask")  # the model may derive one per kind of block
         if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
             raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
         inputs = kwargs | {"attention_mask": mask}
@@ -168,15 +169,15 @@ class Attachment(Generic[Held]):
         return args, kwargs if reduced is inputs else reduced
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Hook after the language model: remember which tokens its cache lacks."""
-        # Models return the cache also where they made it themselves, so only here it is known which object it is.
+        """Hook after the language model: store which tokens are missing from its cache."""
+        # The model may have created the cache itself, so the object is known only from its output.
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self._new is not None:
             self._caches[cache] = self._new
         self._new = None
 
     def _check_window(self, slots: int) -> None:
-        """Refuse prompts longer than a sliding window: it counts slots, so that dropped tokens would widen it."""
+        """Refuse prompts longer than a sliding window: it counts slots, so dropping tokens would widen it."""
         config: Any = self.text.config
         window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         # transformers' `layer_types` says which blocks slide; without it `sliding_window` holds for all.
@@ -191,9 +192,9 @@ class Attachment(Generic[Held]):
         return units(self.vlm, self._call)
 
     def _decide(self, units: Sequence[Unit], signals: Sequence[Signals], options: Any = None) -> list[Reduction]:
-        """Decide what becomes of the rows of each unit's signals, and add to `seen` what has become of its tokens.
+        """Decide the reduction of the rows of each unit's signals, and add the units with their reductions to `seen`.
 
-        options: those of this decision, where a method makes several.
+        options: options of this decision, for methods that make several.
         """
         for unit in units:
             if not self._warned and methods.too_small(self.module, unit.grid, self.options):

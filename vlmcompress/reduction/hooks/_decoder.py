@@ -2,9 +2,9 @@
 
 `Inside` drops visual tokens at decoder block K: from there on the language model has fewer rows and shorter caches.
 
-`Generating` drops them while the answer grows, from the caches of block K and all after it. The prompt runs in full. The
-attention of its last token, and then of each new one, in block K - 1 decides which tokens stay; block K - 1 itself and those
-before keep everything. Each image is judged by the attention on it alone. Without a cache nothing is dropped.
+`Generating` drops them during generation, from the caches of block K and all later ones. The prompt runs in full. The
+attention of its last token, and then of each new one, in block K - 1 determines which tokens stay; blocks up to K - 1 keep
+everything. Each image is judged only by the attention on it. Without a cache nothing is dropped.
 
 `Blocks` restricts which tokens of the prompt attend to each other, and drops none.
 """
@@ -32,7 +32,7 @@ from vlmcompress.utils.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What is left of a call's tokens in a block.
+    """The remaining tokens of a call in a block.
 
     rows: their slots.
     mask: the block's attention mask.
@@ -45,10 +45,10 @@ class _Rows:
 
 
 class Inside(Attachment[tuple[Slots, ...]]):
-    """Shortens the hidden states before block K, and mask and rotations for it and all blocks after.
+    """Shortens the hidden states before block K, and mask and rotations for it and all later blocks.
 
-    A method may do so before several blocks, its drops; what is said here of K then holds for each. Of a cache it knows the
-    slots after each drop. A token that was dropped is in no later block, so columns are those of the full sequence throughout.
+    A method may drop tokens before several blocks; statements about K then hold for each of them. For a cache the slots after
+    each drop are stored. A dropped token is in no later block; columns always refer to the full sequence.
     """
 
     def _hook(self) -> None:
@@ -85,7 +85,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
             self._states = query, key, scale
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
-        """Return the arguments as they are, for the first blocks, and keep what block K needs."""
+        """Return the arguments unchanged, for the first blocks, and store what block K needs."""
         cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
         before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
         held = past or (Slots.identity(len(embeds), before, embeds.device),) * len(self._drops)
@@ -112,7 +112,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         return args, kwargs | changed
 
     def _drop(self, turn: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Decide all reductions; returns block K's arguments with the rows of its hidden states `[b, s, d]` that are kept."""
+        """Decide all reductions; returns block K's arguments with only the kept rows of its hidden states `[b, s, d]`."""
         assert self._pending is not None
         (units, mask, every, before), hidden = self._pending, args[0]
         config: Any = self.text.config
@@ -166,7 +166,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
     ) -> list[Signals]:
         """Signals of this stage, from block K - 1: attention, keys, and states through the final norm.
 
-        `done`: what earlier drops have made of each unit; rows of tokens that they dropped are nowhere read.
+        `done`: each unit's reduction by earlier drops; rows of dropped tokens are never read.
         """
         assert self._states is not None
         key, tokens = self._states[1], hidden.shape[1]
@@ -192,7 +192,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
         return signals
 
     def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
-        """Attention `[b, before + s]` of the last real token on the full sequence, which `mask` is of."""
+        """Attention `[b, before + s]` of the last real token on the full sequence; `mask` covers the full sequence."""
         query, key, scale = states
         rows = torch.arange(len(query), device=query.device)
         last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
@@ -201,7 +201,7 @@ class Inside(Attachment[tuple[Slots, ...]]):
 
 
 def _columns(unit: Unit, done: Reduction | None) -> Tensor:
-    """Columns of a unit's tokens that are left."""
+    """Columns of a unit's remaining tokens."""
     return unit.columns if done is None else unit.columns[done.anchor]
 
 
@@ -210,7 +210,7 @@ _Left = list[tuple[int, Reduced]]
 
 
 class Generating(Inside):
-    """Shortens caches after each call. Later calls use them as those of `Inside`."""
+    """Shortens caches after each call. Later calls use them as with `Inside`."""
 
     def _hook(self) -> None:
         super()._hook()
@@ -221,7 +221,7 @@ class Generating(Inside):
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Units of the latest call with images as the latest step has left them."""
+        """Units of the latest call with images, after the latest step."""
         return [(self.options.layer, self.reduced_units)]
 
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
@@ -229,7 +229,7 @@ class Generating(Inside):
             self._heard = query, key, scale
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
-        """Return the arguments as they are, and keep what is needed after the call."""
+        """Return the arguments unchanged, and store what is needed after the call."""
         cache: Any = kwargs.get("past_key_values")
         if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
             raise UserError(
@@ -286,8 +286,7 @@ class Generating(Inside):
         for layer in layers:
             index = slots[:, None, :, None]
             layer.keys, layer.values = (torch.take_along_dim(part, index, 2) for part in (layer.keys, layer.values))
-            # transformers/cache_utils.py::DynamicSlidingWindowLayer counts the tokens it has seen apart from the ones it
-            # holds.
+            # transformers/cache_utils.py::DynamicSlidingWindowLayer counts processed tokens separately from stored ones.
             if layer.is_sliding:
                 layer.cumulative_length = slots.shape[1]
 
@@ -297,10 +296,10 @@ def _count(left: _Left) -> int:
 
 
 class Blocks(Attachment[Slots]):
-    """Gives the language model a mask of its own in calls with images. Tokens generated after see everything.
+    """Passes the method's own mask to the language model in calls with images. Generated tokens see everything.
 
-    An image, or a tile where tiles are told apart, counts as a frame. The mask is dense: this shows what the method does
-    to answers, and saves no time.
+    An image, or a tile in families whose tiles are separate units, counts as a frame. The mask is dense: this shows the effect
+    of the method on answers, and saves no time.
     """
 
     def _hook(self) -> None:
@@ -322,7 +321,7 @@ class Blocks(Attachment[Slots]):
         rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
         if all(parts is None for parts in rows_parts):
             return kwargs
-        # A mask of four dimensions is taken by transformers as it is (`masking_utils.py::_preprocess_mask_arguments`).
+        # transformers uses a four-dimensional mask unchanged (`masking_utils.py::_preprocess_mask_arguments`).
         visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
         plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         for row_mask, parts in zip(visible, rows_parts, strict=True):
@@ -331,7 +330,7 @@ class Blocks(Attachment[Slots]):
         return kwargs | {"attention_mask": visible[:, None]}
 
     def _parts(self, units: list[Unit], row: int, tokens: int) -> list[int] | None:
-        """Lengths of the sink, the blocks and the question of a row of `tokens`; None when there is no more than one block."""
+        """Lengths of the sink, the blocks and the question of a row of `tokens`; None if there is at most one block."""
         images = sorted({unit.span for unit in units if unit.row == row})
         parts = self.module.parts(images, tokens, self.options) if images else []
         return parts if len(parts) > 3 else None

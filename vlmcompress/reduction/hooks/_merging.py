@@ -1,11 +1,11 @@
-"""Apply reducers that merge within the encoder's layers: each layer goes on with the rows that the one before has left.
+"""Apply reducers that merge within the encoder: each layer processes the rows left by the layer before.
 
-Between a layer's attention and its MLP the rows that merge are joined; keys of later layers count by their size (their
-logits get its log). After the projector every patch gets its row back, so that the model's own code places the rows in the
-prompt (cuts padding of tiles away, adds newlines); of each row the language model then gets one, at its anchor: the patch
-that it was merged into, or the first of its patches where that one is cut away. A row is the mean of all its patches, of
-those in the padding too. Where a token is a block of patches, they get their rows back after the last layer already, as
-pixel shuffle and pooling ask for the whole grid; what is after treats each token by itself, so equal ones stay equal.
+Rows are merged between a layer's attention and its MLP; keys of later layers are weighted by their size (its log is added to
+their logits). After the projector merged rows are expanded to all their patches, so that the model's own code places them in
+the prompt (crops padding of tiles, adds newlines). Of each merged row the language model then gets one copy, at its anchor:
+the patch that it was merged into, or its first remaining patch if that one is cropped. A row is the mean of all its patches,
+including those in padding. If a token is a block of patches, rows are expanded right after the last layer, as pixel shuffle
+and pooling need the whole grid; later layers treat each token separately, so equal ones stay equal.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class EncoderHooks:
     """Hooks on the encoder's layers up to the one whose output is used.
 
     Args:
-        start: function that gives the merger for a run of the encoder, whose first layer gets `states [images, rows, d]`; or
-            None to merge nothing.
+        start: function that returns the merger for a run of the encoder, given the first layer's input `states [images, rows,
+            d]`; or None to merge nothing.
     """
 
     def __init__(self, vlm: VLM, start: Callable[[Tensor], Merger | None]):
@@ -44,8 +44,8 @@ class EncoderHooks:
         every: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
         assert vlm.spec.vision_joint is not None
         attention, norm = vlm.spec.vision_joint
-        # The bias of sizes is a float mask `[b, 1, 1, keys]`, which transformers' sdpa kernel adds to the logits; flash
-        # attention takes none.
+        # The bias for sizes is a float mask `[b, 1, 1, keys]`, which transformers' sdpa kernel adds to the logits; flash
+        # attention does not support it.
         kernel = every[0].get_submodule(attention).config._attn_implementation
         if kernel != "sdpa":
             raise UserError(f"attention '{kernel}' takes no sizes; load the model with attn_implementation='sdpa'")
@@ -82,13 +82,13 @@ class EncoderHooks:
         self._keys, self._heads = join_heads(key), key.shape[1]
 
     def _join(self, number: int, module: nn.Module, args: tuple) -> None:
-        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's output to the same tensor."""
         if self.merger is not None:
             # The layer computes `residual + mlp(norm(x))` with `residual = x`: replacing x's data shortens both.
             args[0].data = self.merger.merge(number, args[0].data, self._keys, self._heads)
 
     def _spread(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        """Hook after the last layer: give each patch its row."""
+        """Hook after the last layer: expand rows to patches."""
         return None if self.merger is None else self.merger.spread(output)
 
 
@@ -105,13 +105,13 @@ def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, opti
 
 
 def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
-    """Pictures `[images, 3, height, width]` that the encoder gets for inputs of the model: images, or all their tiles."""
+    """The encoder's inputs `[images, 3, height, width]` for inputs of the model: images, or all their tiles."""
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
     if vlm.spec.visual_grid == "tiles":
         every = pixels.flatten(0, 1)
-        return every[(every != 0).flatten(1).any(1)]  # the model leaves out those of zeros, too
+        return every[(every != 0).flatten(1).any(1)]  # the model also skips all-zero tiles
     tiles = _tiles(vlm, inputs["image_sizes"])
     return torch.cat([image[:count] for image, count in zip(pixels, tiles, strict=True)])
 
@@ -119,7 +119,7 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
 class Merging(Early):
     """Shortens the encoder's rows from layer to layer, and the inputs of the language model.
 
-    counter: computes how many tokens each image is to keep, instead of the method; None: the method decides it.
+    counter: computes how many tokens each image keeps; None: the method decides.
     """
 
     def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
@@ -152,7 +152,7 @@ class Merging(Early):
         return merger
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hook before the projector: note which patches of each unit have become one row."""
+        """Hook before the projector: record which patches of each unit were merged into one row."""
         if self._layers.merger is None:
             return
         units = self._units()
@@ -162,7 +162,7 @@ class Merging(Early):
             self.reduced_units.append(Reduced(**vars(unit), reduction=self._merged[-1]))
 
     def _labels(self, units: list[Unit]) -> list[Tensor]:
-        """Label the tokens `[n]` of each unit by a number of their row; the row's anchor has a half more."""
+        """Label the tokens `[n]` of each unit by their row's number, plus 0.5 for the row's anchor."""
         assert self._layers.merger is not None
         merged, start = self._layers.merger.merged, 0
         rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)

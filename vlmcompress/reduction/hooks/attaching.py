@@ -37,10 +37,10 @@ def attach(
         vlm: the model; one reducer at a time (ValueError).
         method: name of a reducer, or one with its options (`vlmcompress.reduction.choice`).
         options: its `Options`, or a mapping of them; default: its defaults.
-        counter: computes how many tokens each image keeps, instead of the method (`dymu`), as engines that serve it need.
+        counter: computes how many tokens each image keeps, instead of the method (`dymu`), as when an engine serves it.
 
-    Raises UserError when this model and this method do not go together (see `support.check`) or an option is wrong. An image
-    whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
+            Raises UserError if the method does not support this model (see `support.check_reducer`) or an option is wrong. An
+            image whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
         ready = isinstance(options, REGISTRY.get(method).Options)
@@ -77,10 +77,10 @@ def attach_carried(
         reducer: a reducer to attach instead of the one that the checkpoint carries.
 
     Returns:
-        The attached reducer, None for a checkpoint without one, whose model stays as it is.
+        The attached reducer; None for a checkpoint without one, whose model does not change.
 
     Raises:
-        UserError: the block in config.json is not right, or the model cannot have its tokens reduced so.
+        UserError: the block in config.json is invalid, or its reducer does not support the model.
     """
     config = read_json(Path(folder) / "config.json", "config")
     carried = reducer_block.read_reducer(config)

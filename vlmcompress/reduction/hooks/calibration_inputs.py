@@ -1,12 +1,12 @@
-"""Turn calibration samples into the inputs that a decoder after a reducer gets.
+"""Convert calibration samples to the inputs of a decoder after a reducer.
 
 Encoder, projector and reducer run once over each sample. The inputs that the language model would then get replace the
 pixels, and `Decoder`, a model of the decoder alone, replaces the whole model. It has the same modules under the same
 names, so every pass over the blocks (statistics, gradients, searches) works on it as on the whole model, and sees the
 tokens that will be served.
 
-Which tokens stay is decided on the prompt: a reducer that looks at the text must not see the answer. Its tokens are put after
-the prompt, as generation does.
+The reducer runs on the prompt only: a query-aware one must not see the answer. The answer's tokens are appended to the reduced
+prompt, as in generation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Decoder(PreTrainedModel):
     """The language model and the head of a vision-language model: the same modules, under the same names."""
 
     def __init__(self, vlm: VLM):
-        nn.Module.__init__(self)  # a PreTrainedModel's own would change the config, which is the whole model's
+        nn.Module.__init__(self)  # PreTrainedModel.__init__ would change the config, which belongs to the whole model
         self.config = vlm.model.config
         self.text, self.head = vlm.spec.layers.rpartition(".")[0], vlm.spec.lm_head
         outer, inner = self.text.split(".")
@@ -44,7 +44,7 @@ class Decoder(PreTrainedModel):
 
     @property
     def base_model(self) -> Any:
-        """The language model, whose output the head gets."""
+        """The language model, whose output the head reads."""
         return self.get_submodule(self.text)
 
     def get_input_embeddings(self) -> Any:
@@ -66,7 +66,7 @@ class Decoder(PreTrainedModel):
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutputWithPast:
-        """Compute logits of the tokens `logits_to_keep`, as the whole model does. `input_ids` only name the tokens."""
+        """Compute logits of the tokens `logits_to_keep`, as the whole model does. `input_ids` are informational only."""
         deep = {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack_visual_embeds}
         return self._logits(
             {
@@ -88,7 +88,7 @@ class Decoder(PreTrainedModel):
 
 
 def decoder(vlm: VLM) -> VLM:
-    """A `VLM` of the decoder of `vlm` alone, for samples from `reduced`."""
+    """A `VLM` with only the decoder of `vlm`, for samples from `reduced`."""
     return replace(vlm, model=Decoder(vlm))
 
 
@@ -101,7 +101,7 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
         progress: called with (label, done, total).
 
     Returns:
-        Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the tokens that are left. All have the same keys.
+        Inputs of `Decoder`, one sample each, with `modality [1, tokens]` of the remaining tokens. All have the same keys.
     """
     shortened = []
     blocks = models.decoder_layers(vlm.model, vlm.spec)
@@ -152,9 +152,7 @@ def prompt_length(modality: Tensor) -> int:
     if not len(answered):
         return len(modality)
     gaps = (answered.diff() > 1).nonzero().flatten()
-    first = int(
-        answered[gaps[-1] + 1] if len(gaps) else answered[0]
-    )  # the prompt's last token: the answer is read there
+    first = int(answered[gaps[-1] + 1] if len(gaps) else answered[0])  # the prompt's last token predicts the answer
     return len(modality) if (modality[first:] == VISION).any() else first + 1
 
 

@@ -1,4 +1,4 @@
-"""Apply reducers of stages "encoder" and "projected": the language model never gets the tokens that they drop."""
+"""Apply reducers of stages "encoder" and "projected", which drop tokens before the language model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Early(Attachment[Slots]):
             return
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
-        # The layer whose output is used, as in VisionZip: for LLaVA's `vision_feature_layer=-2` the last but one.
+        # The layer whose output is used, as in VisionZip: for LLaVA's `vision_feature_layer=-2` the second to last.
         self._undo.append(tap(layers[last].self_attn, self._last))
         shallow = self.options.shallow
         if shallow is not None and shallow != last:
@@ -46,8 +46,8 @@ class Early(Attachment[Slots]):
         self._encoder, self._merged = {}, []
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Note the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
-        # The query of CLS alone, [b, heads, d]: one row of the attention map instead of n, whatever kernel runs.
+        """Record the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
+        # Only the query of CLS, [b, heads, d]: one row of the attention map instead of n, with any kernel.
         saliency = received(query[:, :, 0], key, scale)[:, 1:]
         self._encoder |= {"saliency": saliency, "keys": join_heads(key)[:, 1:], "heads": key.shape[1]}
         if self._same:
@@ -101,11 +101,11 @@ class Early(Attachment[Slots]):
         if not dropped and past is None:
             return kwargs
         new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
-        # What the cache holds, the tokens generated since (all kept), and what is left of this call.
+        # The cache's tokens, the tokens generated since (all kept), and the remaining tokens of this call.
         layout = held.then(before - held.length, new)
         self._new = layout if dropped else past
         positions = self._positions(kwargs, before, slots)
-        # The decoder's rows become fewer here, and nowhere else.
+        # Only here the decoder's rows are reduced.
         embeds = new.pick(embeds)
         return (
             kwargs
@@ -113,8 +113,8 @@ class Early(Attachment[Slots]):
             | {
                 "inputs_embeds": embeds,
                 # A mask of ones, never None: with neither mask nor cache, `find_packed_sequence_indices` of
-                # transformers/masking_utils.py takes gaps between positions for borders between packed sequences.
-                # Goes when positions may have gaps there.
+                # transformers/masking_utils.py treats gaps between positions as boundaries of packed sequences. Can go when it
+                # allows gaps.
                 "attention_mask": self._mask(embeds, layout.mask(mask), cache, new),
                 "position_ids": new.pick(positions, positions.ndim - 1),
             }
@@ -123,15 +123,14 @@ class Early(Attachment[Slots]):
     def _mask(self, embeds: Tensor, mask: Tensor, cache: Any, new: Slots) -> Any:
         """The language model's mask: `mask [b, slots]`, or Gemma 3's form of it, in which an image's tokens see each other.
 
-        Gemma 3 knows images by `token_type_ids`. The tokens left of an image stand together, so they stay one image.
+        Gemma 3 identifies images by `token_type_ids`. The remaining tokens of an image are adjacent, so they stay one image.
         """
         assert self._call is not None
         kinds, model = self._call.get("token_type_ids"), self.vlm.model
         if kinds is None:
             return mask
         kinds = new.pick(kinds) * new.valid
-        # transformers/models/gemma3/modeling_gemma3.py::create_masks_for_generate is what the model itself calls with these
-        # types.
+        # The model itself calls transformers/models/gemma3/modeling_gemma3.py::create_masks_for_generate with these types.
         make: Any = model.create_masks_for_generate
         return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
@@ -166,7 +165,7 @@ class Early(Attachment[Slots]):
         assert self._call is not None
         if self._call.get("position_ids") is not None:
             return positions
-        # The model counted them itself: from the mask of the full sequence, or from its cache, which is shorter.
+        # The model computed them from the mask of the full sequence, or from its cache, which is shorter.
         return positions[..., -tokens:] if positions.shape[-1] > tokens else positions + (before - slots)
 
     def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
@@ -174,11 +173,11 @@ class Early(Attachment[Slots]):
         visual, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
         if visual is None or not levels:
             return {}
-        # Padding repeats some column, which may be visual.
+        # Padding repeats an arbitrary column, which may be visual.
         kept = new.pick(visual) & new.valid
         reduced = []
         for level in levels:
-            # [visual tokens, d] -> [b, s, d], as a unit names its tokens by their columns.
+            # [visual tokens, d] -> [b, s, d], as units refer to tokens by column.
             full = level.new_zeros(*visual.shape, level.shape[-1])
             full[visual] = level
             for unit, result in changes:

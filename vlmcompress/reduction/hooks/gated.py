@@ -1,17 +1,18 @@
-"""Attach a scorer in training: all tokens stay, and attention weighs each by its gate.
+"""Attach a scorer in training: all tokens stay, and attention weights each by its gate.
 
-Hiding a token from attention is the same as dropping it, as kept tokens keep their positions, where the decoder is of attention
-alone. So the scorer is trained on what will be served.
+In decoders with attention only, masking a token is the same as dropping it, as kept tokens keep their positions. So the scorer
+is trained on what will be served.
 
-Gates let a selection be trained: what is kept is exact, what would change it is estimated.
-Forward, a token's gate is 1 where it is chosen for its worth, else 0: just what the language model will get. Backward, it is
-`sigmoid((worth - level) / temperature)`, with the level at which these add up to as many as are chosen (a straight-through
-estimator, Bengio et al., arXiv 1308.3432). Attention weighs each key by its gate,
+Gates make a selection trainable: the forward pass is exact, the gradient is an estimate. In the forward pass a token's gate is
+1 if its score is chosen, else 0: exactly what the language model will get. In the backward pass it is `sigmoid((score - level)
+/ temperature)`, where `level` makes their sum equal to the number of chosen tokens (a straight-through estimator, Bengio et
+al., arXiv 1308.3432). Attention weights each key by its gate,
 
     out_i = sum_j gate_j exp(q_i k_j) v_j / sum_j gate_j exp(q_i k_j)
 
-so that a token that is left out, too, has a gradient: what a little of it would change. A bias of `log(gate)` on the logits,
-which is the same forward, has none there; and gates between 0 and 1 forward would let through a little of every token.
+so that tokens that are left out also have a gradient: the effect of adding a little of them. A bias of `log(gate)` on the
+logits gives the same forward pass but no gradient there; and gates between 0 and 1 in the forward pass would let a little of
+every token through.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vlmcompress.reduction.methods import REGISTRY, Grid
 from vlmcompress.utils.errors import UserError
 
 Gate = Callable[[Tensor, Grid], Tensor]
-"""A function of an image's tokens `[n, d]` and their grid: the gates `[n]`."""
+"""A function of an image's tokens `[n, d]` and their grid that returns the gates `[n]`."""
 
 _NAME = "vlmcompress_gated"
 
@@ -62,7 +63,7 @@ class Gated(Attachment[Slots]):
             self._undo.append(self._listen(layer.self_attn))
 
     def _listen(self, attention: nn.Module) -> Callable[[], None]:
-        """Have an attention module of the decoder run `attend`, and return what undoes it."""
+        """Make an attention module of the decoder run `attend`; returns a function that undoes it."""
         attention_config: Any = attention.config
         config: Any = copy.copy(attention_config)
         config._attn_implementation = _NAME
@@ -94,21 +95,21 @@ def _run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     gates = module._vlmcompress_gates()
     if gates is None:
         gates = query.new_ones(key.shape[0], key.shape[2], dtype=torch.float32)
-    # Attention maps of all blocks would take far more memory than all else, so backward computes each again.
+    # Attention maps of all blocks would take far more memory than everything else, so backward recomputes each.
     out = checkpoint(attend, query, key, value, gates, mask, kwargs["scaling"], use_reentrant=False)
     return out.transpose(1, 2).contiguous(), None
 
 
 STEPS = 40  # of the bisection
 STEEP = 20.0
-"""By how much, at most, a closed key's logit counts as above the open ones: what it would change stays a finite number."""
+"""Largest difference of a closed key's logit to the open ones that is used, so that gradients stay finite."""
 
 
 def level(scores: Tensor, count: int, temperature: float) -> Tensor:
-    """Find the level at which `sigmoid((worth - level) / temperature)` adds up to `count`, a scalar; by bisection."""
+    """Find the scalar `level` for which `sigmoid((scores - level) / temperature)` sums to `count`, by bisection."""
     low, high = scores.min() - 20 * temperature, scores.max() + 20 * temperature
     for _ in range(STEPS):
-        # The sum of gates falls as the level rises. 40 halvings reach float32's last bit, without a wait for the device.
+        # The sum of gates falls as the level rises. 40 halvings reach float32 precision without synchronizing with the device.
         middle = (low + high) / 2
         above = torch.sigmoid((scores - middle) / temperature).sum() > count
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
@@ -116,7 +117,7 @@ def level(scores: Tensor, count: int, temperature: float) -> Tensor:
 
 
 def standardize(scores: Tensor) -> Tensor:
-    """Bring `worth [n]` to mean 0 and spread 1, so that its scale does not matter."""
+    """Scale `scores [n]` to mean 0 and standard deviation 1, so that their scale does not matter."""
     return (scores - scores.mean()) / (scores.std(correction=0) + 1e-6)
 
 
@@ -124,11 +125,11 @@ def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     """Gates of an image's tokens, `[n]`: ones at `chosen` and zeros, with the gradient of a soft selection of as many.
 
     Args:
-        values: `[n]`, worths in units of their spread (`standard`).
-        chosen: `[k]`, indices of what is kept.
-        temperature: of the soft selection, in the same units.
+        values: `[n]`, standardized scores (`standardize`).
+        chosen: `[k]`, indices of the kept tokens.
+        temperature: temperature of the soft selection, in the same units.
     """
-    # The level is held fixed for the gradient: a token gains by its own worth, not by lowering the bar.
+    # The level is constant for the gradient: a token gains by raising its score, not by lowering the level.
     soft = torch.sigmoid((values - level(values.detach(), len(chosen), temperature)) / temperature)
     # Straight through: forward the hard choice, backward the gradient of the soft one.
     hard = torch.zeros_like(soft).index_fill(0, chosen, 1.0)
@@ -136,13 +137,13 @@ def gates(values: Tensor, chosen: Tensor, temperature: float) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention whose keys count as their gates say.
+    """Attention with keys weighted by their gates.
 
     Args:
         query: `[b, heads, s, d]`; key, value: `[b, key heads, t, d]`, heads share a key head in equal groups.
-        gate: `[b, t]`; a token always sees itself, whatever its gate.
-        mask: `[b or 1, heads or 1, s, t]`, true or 0 where a query may look, false or a large negative number where not; None:
-            the queries are the last `s` of the `t` tokens, and each sees those up to itself.
+        gate: `[b, t]`; a token always sees itself, regardless of its gate.
+        mask: `[b or 1, heads or 1, s, t]`, true or 0 where a query may attend, false or a large negative number elsewhere;
+            None: the queries are the last `s` of the `t` tokens, and each sees those up to itself.
         scale: factor of the products of queries and keys.
 
     Returns:
@@ -160,7 +161,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor
     else:
         logits = logits + mask[..., :t].float()
     weight = torch.where(distance == 0, torch.ones_like(gate[:1, None]), gate[:, None])[:, None]
-    # The largest of what is open, which always has a part: where a closed key is far above all others, they would round to 0.
+    # The maximum over open keys: with a closed key far above all others, these would round to 0.
     most = logits.detach().masked_fill(weight == 0, -torch.inf).amax(-1, keepdim=True)
     parts = torch.exp((logits - most).clamp(max=STEEP)) * weight
     return (parts @ wide / parts.sum(-1, keepdim=True)).to(value.dtype)

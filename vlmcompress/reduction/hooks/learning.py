@@ -1,8 +1,8 @@
-"""Learn from images what a reducer goes by whose count depends on the image: DyMU's thresholds, and counts.
+"""Learn, from images, DyMU's thresholds and a predictor of the number of tokens that an image keeps.
 
-For DyMU, images go through the encoder in batches of 64. In each layer a batch gets the threshold at which it merges its
-part of the pairs, of which all layers together leave a share `keep` of the tokens (`tome.schedule`); the batch goes on with
-the merged rows, and thresholds are the means over the batches. So images keep `keep` of their tokens on average, plain ones
+For DyMU, images go through the encoder in batches of 64. In each layer a batch's threshold is set so that it merges the
+scheduled number of pairs, which over all layers leaves a share `keep` of the tokens (`tome.schedule`); the next layer gets the
+merged rows, and the result are mean thresholds over all batches. So images keep `keep` of their tokens on average, simple ones
 fewer. Families that cut images into tiles learn from the tiles.
 """
 
@@ -30,7 +30,7 @@ NO_IMAGES = "thresholds are learned from images, and the calibration data have n
 
 
 class _Learning(Merger):
-    """Merger that merges in each layer by the batch's own threshold, and keeps that in `found`."""
+    """Merger that merges in each layer by the batch's own threshold, and stores these thresholds."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -56,8 +56,8 @@ def learn_thresholds(
 
     Args:
         batches: inputs from the model's processor; those without images are left out.
-        chosen: a method that learns; a file of thresholds that it names is read instead (`resolve`), and that of its scorer has
-            been read.
+        chosen: a method with learned thresholds; if it names a file of thresholds, that is read instead. Its scorer's file, if
+            any, must have been read.
     """
     chosen = load_thresholds(vlm, chosen)
     if chosen.options.thresholds is not None:
@@ -97,10 +97,10 @@ def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
 
 
 def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the pictures of all batches in parts of at most `BATCH`, each with the number of parts.
+    """Yield the encoder's inputs of all batches in parts of at most `BATCH`, each with the number of parts.
 
-    A part is `[images, 3, height, width]`, in the model's type and where the model is. All but the last are of one size; memory
-    holds one, and the pictures of a batch.
+    A part is `[images, 3, height, width]`, in the model's dtype and on its device. All but the last have the same length;
+    memory holds one part and the inputs of one batch.
     """
     with_images = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
     count = sum(len(pictures(vlm, inputs)) for inputs in with_images)

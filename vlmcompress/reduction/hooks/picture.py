@@ -1,4 +1,4 @@
-"""Draw the effect of a reducer on an image: kept parts as they are, merged ones tinted, dropped ones gray and dark.
+"""Draw the effect of a reducer on an image: kept parts unchanged, merged ones tinted, dropped ones gray and dark.
 
 `decide` records a reducer's decisions on the images of one prompt by running the model; `sheet` draws them.
 """
@@ -112,7 +112,7 @@ def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: 
 
 
 def color_of(row: int) -> Color:
-    """The colour of tokens that are merged into one output; those of neighbours are far apart."""
+    """The colour of tokens that are merged into one output; adjacent rows get very different colours."""
     red, green, blue = colorsys.hsv_to_rgb(row * 0.618034 % 1, 0.85, (1.0, 0.75)[row // 7 % 2])
     return round(red * 255), round(green * 255), round(blue * 255)
 

@@ -33,7 +33,7 @@ class Prefill:
 
 
 class _Reached(Exception):
-    """Raised to end a forward pass at the language model, whose arguments are all that is asked for."""
+    """Raised to end a forward pass at the language model, as only its arguments are needed."""
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Make images smaller before the encoder, by a setting of the model's own processor (`models.ImageSetting`).
 
-Unlike a reducer this saves the encoder's work, too, and whoever loads the processor does it: transformers, and every engine,
-without a plugin. The setting is one for all images, a limit that large ones meet and small ones do not notice. So that a
-share of the tokens is left, the limit is measured on images: it is the largest with which theirs are at most that share.
+Unlike a reducer this also saves the encoder's work, and everything that loads the processor applies it: transformers and every
+engine, without a plugin. There is one setting for all images: a limit, which affects large images but not small ones. To keep
+a share of the tokens, the limit is measured on images: it is the largest one that leaves at most that share of their tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def resize_refusal(spec: ModelSpec) -> str | None:
 
 
 def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
-    """The processor's settings, each with more tokens than the one before; the last is as it is. UserError: it has none."""
+    """The processor's settings, with increasing tokens; the last is the current one. Raises UserError if there are none."""
     if spec.sizes is None:
         raise UserError(f"resize: {resize_refusal(spec)}")
     return list({setting.tokens: setting for setting in spec.sizes(processor)}.values())
 
 
 def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
-    """The setting that a `Resize` with its `tokens` stands for. UserError where the processor has none with as few."""
+    """The setting for a `Resize` with `tokens`. Raises UserError if the processor has none with so few tokens."""
     every = image_settings(spec, processor)
     assert resize.tokens is not None
     index = bisect.bisect_right(every, resize.tokens, key=lambda setting: setting.tokens)
@@ -54,15 +54,15 @@ def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSett
 
 
 def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Resize) -> Resize:
-    """Work out the `tokens` of a share.
+    """Determine the `tokens` for a share.
 
     Args:
-        processor: as it is now.
-        prompts: sizes of the images of each prompt that the share is to be measured on.
-        asked: with a share; one with `tokens` is returned as it is.
+        processor: the model's processor.
+        prompts: sizes of the images of each prompt on which the share is measured.
+        resize: a `Resize` with a share; one with `tokens` is returned unchanged.
 
     Raises:
-        UserError: the processor has no setting that leaves so few of their tokens, or there are no images.
+        UserError: the processor has no setting that leaves so few tokens, or there are no images.
     """
     if resize.settled:
         return resize
@@ -76,7 +76,7 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
     def left(setting: ImageSetting) -> int:
         return _total(spec, setting.applied(processor), counted)
 
-    # A setting with more tokens an image nearly always leaves more of these images' tokens; the loop below mends the rest.
+    # A setting with more tokens per image almost always leaves more tokens; the loop below handles exceptions.
     place = bisect.bisect_right(every, resize.keep * now, key=left) - 1
     while place > 0 and left(every[place]) > resize.keep * now:  # where a larger setting had fewer tokens
         place -= 1
@@ -90,7 +90,7 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
 
 
 def resized(vlm: VLM, resize: Resize) -> VLM:
-    """The model with the processor that a `Resize` with its `tokens` stands for; entries of its config follow in place."""
+    """The model with the processor for a `Resize` with `tokens`; its config is adapted in place."""
     setting = choose_setting(vlm.spec, vlm.processor, resize)
     for key, value in setting.config.items():
         setattr(vlm.model.config, key, value)
@@ -98,7 +98,7 @@ def resized(vlm: VLM, resize: Resize) -> VLM:
 
 
 def setting_files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str, Any]]:
-    """The files of a checkpoint that say how its images are processed, with the setting in them: name -> content."""
+    """A checkpoint's image processing files with this setting: name -> content."""
     contents: dict[str, Mapping[str, Any]] = {}
     for name in _FILES:
         content = json_files.read(folder / name) if (folder / name).is_file() else {}
@@ -110,7 +110,7 @@ def setting_files(folder: Path, setting: ImageSetting) -> dict[str, Mapping[str,
 
 
 def _older(section: Mapping[str, Any], setting: ImageSetting) -> dict[str, Any]:
-    """Values of keys by which older files of the Qwen family say the same as `size`, and which would win over it."""
+    """Values for the keys that older Qwen files use instead of `size`, and which would override it."""
     size = setting.image_processor.get("size", {})
     names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
     return {old: size[new] for old, new in names.items() if old in section and new in size}

@@ -1,8 +1,8 @@
-"""Read queries and keys of an attention module as it runs, whatever kernel it runs.
+"""Read queries and keys of an attention module as it runs, with any kernel.
 
-transformers' attention modules look up their kernel by the name in their config. A tapped module gets a config of its
-own that names a function which hands queries and keys on to us and calls the kernel; detaching gives it its own config
-back. No attention map is made, and nothing else in the model changes.
+transformers' attention modules look up their kernel by the name in their config. A tapped module gets a copy of its config
+with the name of a function that passes queries and keys to the listener and then calls the kernel; detaching restores the
+original config. No attention map is computed, and nothing else in the model changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from vlmcompress.utils.errors import UserError
 
 Listener = Callable[[Tensor, Tensor, float], None]
-"""A function of queries `[b, heads, s, d]` and keys `[b, key heads, t, d]`, with positions, and their products' scale."""
+"""A function of queries `[b, heads, s, d]`, keys `[b, key heads, t, d]` (both with positions) and the scale of logits."""
 
 _NAME = "vlmcompress_tap"
 _LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ def _run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Ten
 
 
 def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Compute the attention that keys get from one query a row, mean over heads: `[b, t]`.
+    """Compute the attention that keys get from one query per row, averaged over heads: `[b, t]`.
 
     Args:
         query: `[b, heads, d]`, one for each row of the batch.
@@ -62,7 +62,7 @@ def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = Non
         mask: `[b, t]` bool, true for keys that the query may attend to.
     """
     b, heads, d = query.shape
-    # As the kernels do: in bfloat16 the softmax of thousands of keys has no two digits.
+    # Like the kernels, in float32: in bfloat16 a softmax over thousands of keys would have less than two digits.
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(wide).view(b, key.shape[1], heads // key.shape[1], d)
     logits = torch.einsum("bkgd,bktd->bkgt", grouped, key.to(wide)) * scale

@@ -1,7 +1,7 @@
-"""Where a batch's visual tokens are, and what is left of its sequences.
+"""Positions of a batch's visual tokens, and the remaining columns of its sequences.
 
-A unit is the places of one image's tokens, or of one tile's where a family encodes tiles. Slots are the columns of a batch's
-sequences that are left, and the reduction of tensors to them.
+A unit holds the positions of the tokens of one image, or of one tile in families that encode tiles. Slots are the remaining
+columns of a batch's sequences, and reduce tensors to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Unit:
     """The visual tokens of one image or tile: `row` of the batch, its `columns [n]` there, and their grid.
 
     image: number of the image in the batch; of the tile, in families whose tiles are units of their own.
-    span: first column of that image, and how many it has; more than its units' where newlines stand between.
+    span: first column and number of columns of that image; more than its units' if newlines are inserted.
     """
 
     row: int
@@ -114,7 +114,7 @@ def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
 
 
 def _anyres(vlm: VLM, call: Call) -> list[_Image]:
-    """Images of anyres families: the whole image and tiles put together; newlines are in no grid, so they always stay."""
+    """Images of anyres families: the whole image and its joined tiles; newlines are in no grid, so they always stay."""
     sizes, counts = call.get("image_sizes").tolist(), call.get("batch_num_images")
     together = [1] * len(sizes) if counts is None else [n for n in counts.tolist() for _ in range(n)]
     layouts = [
@@ -137,17 +137,19 @@ def patch(config: Any) -> int:
 
 
 def block(config: Any) -> int:
-    """Rows, and columns, of patches that one token is made of (`ModelSpec.token_side`); 1 where a patch is a token."""
+    """Side of the square of patches that form one token (`ModelSpec.token_side`); 1 if a patch is a token."""
     token_side = spec_for({"model_type": config.model_type}).token_side
     return token_side(config) if token_side else 1
 
 
 def join_reductions(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:
-    """Join the reductions of an image's units into one on a device, the CPU by default; tokens of none, newlines, are kept."""
+    """Join the reductions of an image's units into one on a device (default: CPU); newlines, in no unit, are kept."""
     device = device or torch.device("cpu")
 
     def here(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=device.type != "cpu")  # what is on its way to a CPU would be read too early
+        return x.to(
+            device, non_blocking=device.type != "cpu"
+        )  # an asynchronous copy to the CPU could be read too early
 
     first, tokens = units[0].span
     parent, weight = torch.arange(tokens, device=device), torch.ones(tokens, device=device)
@@ -155,7 +157,7 @@ def join_reductions(units: Sequence[Reduced], device: torch.device | None = None
     for unit in units:
         index, result = here(unit.columns) - first, unit.reduction
         anchor, target = index[here(result.anchor)], here(result.target)
-        # From numbers within the unit to numbers within the image, whose newlines are in no unit.
+        # From indices within the unit to indices within the image, whose newlines are in no unit.
         parent[index] = torch.where(target < 0, target, anchor[target.clamp(min=0)])
         weight[index] = here(result.weight)
         if result.scale is not None:
@@ -187,10 +189,10 @@ def no_words(tokenizer: Any, image_token: int) -> set[int]:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The slots that are left of a batch of sequences.
+    """The remaining columns of a batch of sequences.
 
     columns: `[b, m]` int64, the column of the full sequence that each slot holds, ascending among the valid ones.
-    valid:   `[b, m]` bool, false for padding, whose column is an arbitrary one that was dropped and is never read.
+    valid: `[b, m]` bool, false for padding, whose column is an arbitrary dropped one and never read.
     length:  columns of the full sequences, padding included.
     """
 
@@ -205,10 +207,10 @@ class Slots:
         The padding is on the left, unless the full sequences are padded on the right.
         """
         left = keep & mask
-        # The host waits here once a prompt: the shape of the decoder's inputs depends on it.
+        # Synchronizes with the device once per prompt: the shape of the decoder's inputs depends on it.
         width = max(1, int(left.sum(1).max()))
         right = not bool(mask[:, -1].all())
-        # A stable sort by kept or not moves what is kept to one side and keeps its order; [b, s].
+        # A stable sort by kept or not moves kept columns to one side and preserves their order; [b, s].
         order = left.int().sort(dim=1, descending=right, stable=True).indices
         columns = order[:, :width] if right else order[:, -width:]
         return Slots(columns, left.gather(1, columns), left.shape[1])
@@ -225,7 +227,7 @@ class Slots:
         return self.columns.shape[1]
 
     def full(self, slots: int) -> int:
-        """Length of the full sequence when these slots and tokens after them, none dropped, fill `slots`."""
+        """Length of the full sequence if these slots and the undropped tokens after them fill `slots`."""
         return slots - self.width + self.length
 
     def pick(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -241,10 +243,12 @@ class Slots:
         return out[:, : self.length]
 
     def slots_of(self, subset: Slots) -> Tensor:
-        """Find the slots `[b, k]` in which the columns of `subset [b, k]`, a part of these, stand; any slot for its padding."""
+        """Find the slots `[b, k]` that hold the columns of `subset [b, k]`, a subset of these; any slot for its padding."""
         slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
         place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
-        place.scatter_(1, self.columns.where(self.valid, self.length), slots)  # padding's column may be another slot's
+        place.scatter_(
+            1, self.columns.where(self.valid, self.length), slots
+        )  # padding's column may equal another slot's
         return place.gather(1, subset.columns)
 
     def mask(self, full: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Choose among the images of a prompt by their names, before any is encoded; what becomes of one that is left out.
+"""Choose among the images of a prompt by their names before any is encoded, and replace the others.
 
-An image is known by its name: the words before it, of the same line ("front camera: <image>"). Names are embedded by the
-language model's own table, as are the words of the question, those after the last image (all words, where none are). An
-image without a name matches nothing, and of images that match equally the first ones stay. So what is seen is text alone,
-and nothing of any image: the choice is made before pixels are looked at.
+An image's name is the text before it on the same line ("front camera: <image>"). Names are embedded with the language model's
+embedding table, and so are the words of the question, which are those after the last image (or all words if there are none).
+An image without a name matches nothing, and of images that match equally the first ones stay. The choice depends on text only,
+not on pixels.
 
-One token stays of an image that is left out, at the position of its first one, since engines refuse an image without any.
-It is the embedding of a full stop, which changed the demo models' answers least of what was tried: 119 and 120 of 120 were
-those without any token, the worst divergence 0.002 (`stand_in.py` of commit 5ff363c; zeros, and the image's own mark, 0.13).
-Names and marks around it stay, too.
+An image that is left out keeps one token, at the position of its first one, since engines refuse an image without tokens. It
+is the embedding of a full stop, which changed the demo models' answers least: 119 and 120 of 120 answers were the same as
+without any token, the largest divergence was 0.002 (`stand_in.py` of commit 5ff363c; with zeros or the image's own mark 0.13).
+Names and marks around the image stay.
 
 `Views` applies such a reducer: images that are left out are not encoded at all.
 """
@@ -44,10 +44,10 @@ def find_question(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tu
     """Find the names of the images and the question of one prompt.
 
     Args:
-        tokenizer: the model's, which tells where a line ends.
+        tokenizer: the model's tokenizer, to find the ends of lines.
         ids: `[s]` token ids.
         words: `[s]` bool, true for words (no mark, no placeholder).
-        spans: first column of each image and how many it has, in the order of the prompt.
+        spans: first column and number of columns of each image, in the order of the prompt.
     """
     token_ids, names = ids.tolist(), []
     for start, _ in spans:
@@ -63,9 +63,9 @@ def find_question(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tu
 
 
 def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tensor], words: Words) -> list[bool]:
-    """Tell of each image of one prompt whether it stays. An only image does, so that nothing is embedded for it.
+    """Whether each image of one prompt stays. A single image always does, without embedding anything.
 
-    `embed` makes `[n, d]`, rows of the language model's table, of ids `[n]`.
+    `embed` returns rows `[n, d]` of the language model's embedding table for ids `[n]`.
     """
     if len(words.names) == 1:
         return [True]
@@ -81,13 +81,13 @@ def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tenso
 
 
 def stand_in(tokenizer: Any) -> int:
-    """Id of the text token whose embedding is all that is left of an image that does not stay."""
+    """Id of the text token whose embedding replaces an image that is left out."""
     ids: list[int] = tokenizer.encode(STAND_IN, add_special_tokens=False)
     return ids[-1]
 
 
 def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
-    """Number of tokens left of `images` of one size, which have `full` tokens together."""
+    """Number of remaining tokens of `images` images of one size, which have `full` tokens in total."""
     stay: int = chosen.module.budget((images, 1, 1), chosen.options)
     return full * stay // images + images - stay
 
@@ -110,13 +110,13 @@ class Views(Early):
         if units := self._units():
             self.reduced_units = []
             self._merged = self._choose(units, self._call)
-        # A tower of grid thw takes the patches of all images in one row.
+        # A tower with grid `thw` takes the patches of all images as one sequence.
         if all(self._stays) or self.vlm.spec.visual_grid == "thw":
             return None
         ids = self._call.get("input_ids").clone()
         for unit, stay in zip(self.reduced_units, self._stays, strict=True):
             if not stay:
-                ids[unit.row, unit.columns] = self._stand_in  # no features come for these
+                ids[unit.row, unit.columns] = self._stand_in  # there are no features for these
         pixels = self._call.get("pixel_values")
         kept = torch.tensor(self._stays, device=pixels.device)
         return (), self._call.arguments | {"input_ids": ids, "pixel_values": pixels[kept]}
@@ -178,7 +178,7 @@ class Views(Early):
         return table(ids.to(table.weight.device))
 
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
-        """Put the token that stands for it into `embeds [b, s, d]` where an image is left out."""
+        """Put the replacement token into `embeds [b, s, d]` for each image that is left out."""
         embeds, changes = super()._apply(embeds, units, real)
         if units and not all(self._stays):
             dropped = [unit for unit, stay in zip(units, self._stays, strict=True) if not stay]

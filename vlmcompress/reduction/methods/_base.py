@@ -24,7 +24,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The reduction of the `n` tokens of one image to `m` outputs in raster order.
+    """The reduction of the `n` tokens of one image to `m` outputs, in raster order.
 
     target: `[n]` int64, output row of each token, -1 for a dropped one.
     anchor: `[m]` int64, strictly ascending; the token whose position the output keeps, one of its sources.
@@ -89,12 +89,12 @@ class Reduction:
 
     @functools.cached_property
     def sizes(self) -> Tensor:
-        """Number of tokens that each output stands for, `[m]` int64."""
+        """Number of tokens merged into each output, `[m]` int64."""
         return _accumulate(torch.ones_like(self.target), self.target, len(self.anchor))
 
     @functools.cached_property
     def totals(self) -> Tensor:
-        """Sum of the weights of the tokens that each output stands for, `[m]` float32."""
+        """Sum of the weights of the tokens merged into each output, `[m]` float32."""
         return _accumulate(self.weight, self.target, len(self.anchor))
 
     def apply(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Reduction:
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
 
     def check(self) -> Reduction:
-        """Return the reduction itself, or raise ValueError that says what is wrong with it."""
+        """Return the reduction itself, or raise ValueError if it is invalid."""
         n, m = len(self.target), len(self.anchor)
         for right, text in (
             (m >= 1, "nothing is kept"),
@@ -260,11 +260,11 @@ class ReducerOptions:
         return None
 
     def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
-        """Decoder blocks before which tokens are dropped, ascending, each with its options, for a language model of so
-        many blocks.
+        """Decoder blocks before which tokens are dropped, ascending, each with its options, for a language model with `blocks`
+        blocks.
 
-        Empty outside the language model; `layer` alone gives one drop. ValueError: options and number of blocks do not
-        fit.
+        Empty outside the language model; `layer` alone gives one drop. Raises ValueError if the options do not fit the number
+        of blocks.
         """
         return () if self.layer is None else ((self.layer, self),)
 
@@ -309,11 +309,11 @@ class ReducerOptions:
 
     @property
     def network(self) -> Any:
-        """That network, once read; not a setting, so no recipe or checkpoint holds it."""
+        """The loaded network; not a setting, so it is in no recipe or checkpoint."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """The options by name, as recipes and checkpoints have them."""
+        """The options by name, as in recipes and checkpoints."""
         return {
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "network"
         }
@@ -362,7 +362,7 @@ def unit(x: Tensor) -> Tensor:
     So tiny and huge rows are exact too, and a scale of 2^k changes no bit.
     """
     x = x.float()
-    # The squares of a norm overflow from 2^64 on and vanish below 2^-75 in float32; after this division they don't.
+    # Squares overflow from 2^64 on and vanish below 2^-75 in float32; this division prevents both.
     x = x / x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -373,7 +373,7 @@ def _accumulate(values: Tensor, target: Tensor, m: int) -> Tensor:
     The result has the same bits in every call, with any number of threads.
     """
     out = torch.zeros(m + 1, *values.shape[1:], dtype=values.dtype, device=values.device)
-    # One row more than there are outputs takes in what is dropped, so that no index has to be filtered.
+    # An extra row collects dropped tokens, so that no index has to be filtered.
     rows = target % (m + 1)  # -1 becomes the row after the last
     if values.is_cuda and values.is_floating_point():
         # index_put_ sorts the rows first, in a dozen kernels; index_add_ would add in whatever order its threads run.

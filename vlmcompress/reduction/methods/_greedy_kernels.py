@@ -1,10 +1,10 @@
-"""Triton kernels of greedy choices, for a GPU, where a start of a kernel takes longer than a step of the choice.
+"""Triton kernels for greedy selection on a GPU, where launching a kernel takes longer than a selection step.
 
-In torch a choice starts 3 to 12 kernels for each token that it keeps, thousands for an image: on an H100 that took as long as
-the encoder. Here one program makes the choices of an image, with what it goes by in registers, so all images are done in the
-time of one and the host starts a few dozen kernels. `cover` is `_selecting.stepwise`, `spread` is `divprune._steps` and `span`
-is `cdpruner._steps`, with their arguments and results, up to the order of sums. Those are the oracles and run everywhere else;
-a test compares them in Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
+In torch each kept token takes 3 to 12 kernel launches, thousands per image: on an H100 that took as long as the encoder. Here
+one program selects all tokens of an image, with its state in registers, so all images take the time of one, with a few dozen
+launches. `cover` is `_selecting.stepwise`, `spread` is `divprune._steps` and `span` is `cdpruner._steps`, with the same
+arguments and results up to the order of sums. Those are the references and run everywhere else; a test compares them in
+Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = 8192
-"""Most tokens of an image: one program holds a number for each in registers."""
-_PERIOD = 32  # most tokens that are chosen by gains of which only the largest are computed anew
+"""Most tokens of an image: one program holds a number per token in registers."""
+_PERIOD = 32  # most tokens to choose before all gains are recomputed
 _BLOCK = 16  # rows of the Cholesky factor in registers
 
 
 def _warps(width: int) -> int:
-    """Warps of a program that has `width` numbers: 8 for each thread, as far as there can be so many threads."""
+    """Warps of a program with `width` numbers: 8 numbers per thread, up to the largest number of threads."""
     return max(1, min(32, width // 256))
 
 
@@ -31,7 +31,7 @@ def _spread(distance, nearest, chosen, n, count, N: tl.constexpr):
     j = tl.arange(0, N)
     distance += image * n * n
     token = tl.argmax(tl.load(nearest + image * n + j, mask=j < n, other=-float("inf")), 0)
-    left = tl.full([N], float("inf"), tl.float32)  # distance from the nearest chosen token; -inf of a chosen one
+    left = tl.full([N], float("inf"), tl.float32)  # distance to the nearest chosen token; -inf for chosen ones
     for step in range(count):
         tl.store(chosen + image * count + step, token)
         row = tl.load(distance + token.to(tl.int64) * n + j, mask=j < n, other=-float("inf"))
@@ -52,7 +52,7 @@ def spread(distance: Tensor, count: int) -> Tensor:
 
 @triton.jit
 def _gain(columns, level, weight, token, m, i):
-    """What a column adds to the level, in one order of sums wherever it is computed."""
+    """The gain of a column, with the same order of sums everywhere."""
     column = tl.load(columns + token.to(tl.int64) * m + i, mask=i < m, other=0.0)
     return tl.sum(tl.maximum(column - level, 0.0), 0) * tl.load(weight + token)
 
@@ -64,7 +64,7 @@ def _bounds(columns, best, bound, weight, n, m, M: tl.constexpr):
     level = tl.load(best + image * m + i, mask=i < m, other=0.0)
     gain = _gain(columns + image * n * m, level, weight + image * n, token, m, i)
     place = bound + image * n + token
-    # Rounded up by more than another order of sums changes, so that it bounds what `_cover` computes.
+    # Rounded up by more than the effect of another order of sums, so that it is an upper bound of `_cover`'s result.
     tl.store(place, tl.where(tl.load(place) == -float("inf"), -float("inf"), gain * 1.00001))
 
 
@@ -80,13 +80,13 @@ def _cover(
     level = tl.load(best + image * m + i, mask=i < m, other=0.0)
     upper = tl.load(bound + image * n + j, mask=j < n, other=-float("inf"))
     for step in range(steps):
-        fresh = tl.zeros([N], tl.int32)  # whose gain is computed for this level; the others' are bounds (Minoux, 1978)
+        fresh = tl.zeros([N], tl.int32)  # 1 where the gain is current; the others are upper bounds (Minoux, 1978)
         token = tl.argmax(upper, 0)
         while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
             upper = tl.where(j == token, _gain(columns, level, weight, token, m, i), upper)
             fresh = tl.where(j == token, 1, fresh)
             token = tl.argmax(upper, 0)
-        if SLACK:  # the lowest index of those that fall little short of the largest
+        if SLACK:  # the lowest index among those within the slack of the largest
             line = tl.max(upper, 0) * (1 - slack)
             token = tl.argmax((upper >= line).to(tl.int32), 0)
             while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
@@ -103,8 +103,8 @@ def _cover(
 def cover(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
     """Choose columns whose maxima have a large sum, `[b, count]`; see `_selecting.stepwise`.
 
-    Every 1, 2, 4, ... 32 tokens, more often at first, where gains fall fast, all gains are computed with the whole GPU. Between
-    these one program goes by them as bounds, as `_selecting.lazily` does.
+    After 1, 2, 4, ... up to 32 tokens (more often at first, when gains fall fast) all gains are recomputed on the whole GPU.
+    In between one program uses them as upper bounds, as `_selecting.lazily` does.
     """
     images, n, m = columns.shape
     best, bound = best.clone(), torch.zeros_like(weight).masked_fill_(taken, -torch.inf)
@@ -147,8 +147,8 @@ def _span(kernel, left, factor, chosen, n, count, start, steps, floor, N: tl.con
 def span(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
     """Choose tokens of large determinant, `[b, count]`; see `cdpruner._steps`.
 
-    What a block of rows of the factor explains is taken from the whole kernel by one product, so that a step reads only the
-    rows of its own block.
+    The contribution of a block of rows of the factor is subtracted from the whole kernel by one product, so that a step reads
+    only the rows of its own block.
     """
     images, n, _ = kernel.shape
     chosen = torch.empty(images, count, dtype=torch.int64, device=kernel.device)

@@ -11,11 +11,11 @@ An engine calls `bias` before a layer's attention and `merge` between that and t
 Images with fewer rows are padded on the right; nothing attends to the padding. To avoid a device sync, a method whose
 counts depend on values (`dymu`) pads them itself.
 
-Where a token is a block of `side` x `side` patches (pixel shuffle or pooling after the encoder), whole blocks merge, patch
-by patch: a block that stands for several is the mean of their upper left patches, that of their upper right ones, and so on,
-so that what is after the encoder finds a block of patches for each token. The key of a block is its patches' keys one after
-the other, not their mean: two blocks are alike where the patches are that would be averaged. Each of its patches counts in
-attention by the block's size.
+If a token is a block of `side` x `side` patches (pixel shuffle or pooling after the encoder), whole blocks merge, patch by
+patch: a merged block consists of the mean of the upper left patches, the mean of the upper right ones, and so on, so that each
+token is still a block of patches after the encoder. The key of a block is the concatenation of its patches' keys, not their
+mean: blocks are similar if the patches that would be averaged are. In attention each of its patches is weighted by the block's
+size.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from vlmcompress.reduction.methods._run import merge
 class Merger:
     """The merging of the images of one run of the encoder.
 
-    Rows are patches. An encoder has them in raster order, and as long as nothing has merged they stay there, so that no bit
-    changes; from then on those of a block stand together, as the blocks do in raster order. `spread` gives each its place back.
+    Rows are patches. They stay in the encoder's raster order, bit for bit, until something merges; from then on the patches of
+    a block are adjacent, and blocks are in raster order. `spread` restores the original order.
 
     merged: for each image, the reduction of its grid by the layers so far.
-    counts: number of tokens that each image is to keep after the last layer; None where the method decides it.
+    counts: number of tokens that each image keeps after the last layer; None if the method decides.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Merger:
         return states if all(map(_keeps_all, steps)) else pad_sequence(parts, batch_first=True)
 
     def signals(self, image: int, keys: Tensor, heads: int) -> Signals:
-        """The signals of the rows that are left of an image; arguments as in `merge`."""
+        """The signals of an image's remaining rows; arguments as in `merge`."""
         rows = self._blocks(image, keys).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
         # A NaN check would sync the device once per layer and image.
         return Signals(self.grids[image], keys=rows, heads=heads, merged=self.merged[image], finite=True)
 
     def spread(self, states: Tensor) -> Tensor:
-        """Give each patch its row, in raster order: `[images, rows, d]` become `[images, aside + patches, d]`."""
+        """Expand rows to patches in raster order: `[images, rows, d]` -> `[images, aside + patches, d]`."""
         if self._whole:
             return states
-        # Every patch of a token that was merged gets the token's row, as pixel shuffle asks for the whole grid.
+        # Every patch of a merged token gets the token's row, as pixel shuffle needs the whole grid.
         full = states.new_empty(len(states), self.aside + len(self.merged[0].target) * self._square, states.shape[2])
         full[:, : self.aside] = states[:, : self.aside]
         for image, merged in enumerate(self.merged):

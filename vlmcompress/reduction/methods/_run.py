@@ -1,4 +1,4 @@
-"""Run methods: check that their signals are there, that the reduction is valid, and that it meets its budget."""
+"""Run methods: check that their signals are present, that the reduction is valid, and that it meets its budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, rounded
 
-_ENTRIES = 2**26  # of the tables of cosines that images taken at once have together
+_ENTRIES = 2**26  # most entries of the cosine tables of images that are reduced together
 
 
 def missing(method: ModuleType, signals: Signals) -> list[str]:
@@ -30,9 +30,9 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
 
 @torch.no_grad()
 def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check: bool = True) -> Reduction:
-    """Reduce the tokens of one image. ValueError if a required signal is missing.
+    """Reduce the tokens of one image. Raises ValueError if a required signal is missing.
 
-    check: whether to check the result's values, too, which syncs the device; lengths are always checked.
+    check: whether to check the result's values as well, which synchronizes with the device; lengths are always checked.
     """
     if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
@@ -47,10 +47,10 @@ def reduce_all(
     options: ReducerOptions,
     check: bool = True,
 ) -> list[Reduction]:
-    """Reduce the tokens of each image; other arguments as of `reduce`.
+    """Reduce the tokens of each image; other arguments as in `reduce`.
 
-    On an accelerator a BATCHED method takes all images of one shape at once, with as many kernel launches as for one.
-    A CPU gains nothing.
+    On an accelerator a BATCHED method processes all images of one shape together, with as many kernel launches as for one. On
+    a CPU this gains nothing.
     """
     shapes = {_shapes(image) for image in images}
     alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
@@ -64,7 +64,7 @@ def reduce_all(
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:
-    """The shapes that images taken at once must share."""
+    """The shapes that images reduced together must share."""
     tensors = tuple(
         (name, value.shape, value.dtype) for name, value in vars(image).items() if isinstance(value, Tensor)
     )
@@ -105,8 +105,8 @@ def merge(
 ) -> Reduction:
     """Decide the merges of one encoder layer, on the rows left by earlier layers.
 
-    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as of `reduce`; results that are
-    padded for a device are looked at after the last layer only, where there is no padding left.
+    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as in `reduce`; results that are
+    padded for a device are checked only after the last layer, when there is no padding.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")

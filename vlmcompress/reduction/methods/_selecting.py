@@ -1,4 +1,4 @@
-"""Shared by methods that select tokens: the share kept, a greedy choice, what becomes of the rest."""
+"""Shared by methods that select tokens: options for the kept share and for the other tokens, and greedy selection."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SelectingOptions(ReducerOptions):
     """Options of a method that chooses tokens.
 
     keep:    share of the tokens.
-    merge:   `none`: the others are dropped, as the methods' papers have it. `nearest`: each is averaged into the chosen token
-        of highest cosine to it, where that is at least `similar`, and dropped elsewhere.
+    merge: `none`: other tokens are dropped, as in the methods' papers. `nearest`: each is averaged into the chosen token with
+        the highest cosine to it if that is at least `similar`, and dropped otherwise.
     similar: see `merge`; from -1, where none is dropped, to 1. 0.6 was chosen on the demo models' validation questions.
     """
 
@@ -53,14 +53,14 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     # [n, m] cosines of all tokens to the kept ones.
     likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
     parent = torch.where(likeness >= options.similar, kept.anchor[nearest], -1)
-    # A kept token could be nearer to a copy of it than to itself by rounding.
+    # By rounding, a kept token could be nearer to a duplicate than to itself.
     parent[kept.anchor] = kept.anchor
     return Reduction.join(parent, count=len(index))
 
 
 class _AllImages(torch.autograd.Function):
-    """A choice that `torch.vmap` (see `_run.reduce_all`) gives the tensors of all images, `[images, ...]`, instead of taking
-    its thousands of steps itself, each of which would cost the host more than the GPU."""
+    """A selection that under `torch.vmap` (see `_run.reduce_all`) gets the tensors of all images, `[images, ...]`, instead of
+    being vectorized step by step: thousands of steps would cost the host more time than the GPU."""
 
     @staticmethod
     def forward(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -81,14 +81,14 @@ class _AllImages(torch.autograd.Function):
 
 
 def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`choose` for the tensors of an image; it takes and returns those of several, `[images, ...]`."""
+    """Run `choose`, which takes and returns tensors `[images, ...]`, on the tensors of one image."""
     return _AllImages.apply(choose, *tensors)
 
 
 @functools.cache
 def kernels(device: torch.device, n: int) -> ModuleType | None:
-    """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None where torch takes each step."""
-    # 0: no kernels. 1: these, too, which ran in Triton's interpreter alone; those of `schemes._fused` ran on a GPU.
+    """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None if torch is used."""
+    # 0: no kernels. 1: also these, which were run in Triton's interpreter only; those of `schemes._fused` were run on a GPU.
     switch = os.environ.get("VLMCOMPRESS_TRITON")
     if device.type != "cuda" or switch != "1" or find_spec("triton") is None:
         return None
@@ -125,13 +125,13 @@ def cover(
 
 
 def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
-    """Choose for `cover`, `[b, count]`, with all gains computed in each step, so that nothing waits for the device.
+    """Choose for `cover`, `[b, count]`, computing all gains in each step, without synchronizing with the device.
 
     Args:
         columns: `[b, n, m]`, the tables' columns.
-        best: `[b, m]`, what is covered of each row to begin with.
-        used: `[b, n]`, columns that are not to be chosen.
-        weight: `[b, n]`, what a column's gain counts.
+        best: `[b, m]`, initial maximum of each row.
+        used: `[b, n]`, columns that may not be chosen.
+        weight: `[b, n]`, factor of each column's gain.
     """
     best, rise = best.clone(), torch.empty_like(columns)
     lost = torch.zeros_like(weight).masked_fill(used, -torch.inf)
@@ -149,11 +149,11 @@ def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count:
 
 
 def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
-    """Choose for `cover` of one image, with only those gains computed anew that can be the largest; arguments as of `stepwise`.
+    """Choose for `cover` of one image, recomputing only gains that can be the largest; arguments as in `stepwise`.
 
-    What a column gains never rises while others are chosen, nor does its rounded sum, as each term falls and the order stays.
-    So its last known gain is an upper bound. The gains of highest bound are computed first, then those of all columns
-    whose bound reaches the largest of these: no other column can be chosen.
+    A column's gain never rises while others are chosen, nor does its rounded sum, as each term falls and the order of
+    summation is fixed. So its last computed gain is an upper bound. The gains with the highest bounds are recomputed first,
+    then those of all columns whose bound reaches the largest of these: no other column can be chosen.
     """
 
     def gains(index: Tensor) -> Tensor:
@@ -166,12 +166,12 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
         if step:  # at first all gains are new
             front = bound.topk(min(_FRONT, free - step)).indices
             bound[front] = gains(front)
-            # Whoever could still win: bounds that reach the largest new gain, less the slack.
+            # Candidates: bounds that reach the largest new gain minus the slack.
             old = bound >= bound[front].amax() * (1 - slack)
             old[front] = False
             if len(rest := old.nonzero().squeeze(1)):
                 bound[rest] = gains(rest)
-        # The lowest index of the largest, or of those that fall short of it by no more than the slack.
+        # The lowest index of the largest gain, or of gains within the slack of it.
         token = (
             (bound >= bound.amax() * (1 - slack)).byte().argmax(0, keepdim=True)
             if slack

@@ -1,16 +1,16 @@
-"""CDPruner: tokens that differ, by a determinantal point process (arXiv 2506.10967).
+"""CDPruner: a diverse set of tokens by a determinantal point process (arXiv 2506.10967).
 
 The kernel is `L_ij = cos(x_i, x_j)`. A set's score is the determinant of its submatrix of L: the squared volume that
-its tokens' directions span. Greedy, as published: always the token that multiplies the determinant most, found by one
-row of a Cholesky factor for each token kept (Chen, Zhang and Zhou, 2018).
+its tokens' directions span. Greedy, as published: each step takes the token that multiplies the determinant most, computed
+with one row of a Cholesky factor per kept token (Chen, Zhang and Zhou, 2018, arXiv 1709.05135).
 
-This is the plain process, and an image's result serves every question. The paper's is conditional: it multiplies rows and
-columns of L by each token's relevance to the question, from CLIP's text encoder, which checkpoints of language models do not
-have.
+This is the unconditional process, so an image's result serves every question. The paper's is conditional: it multiplies rows
+and columns of L by each token's relevance to the question, from CLIP's text encoder, which checkpoints of vision-language
+models do not include.
 
-The published determinant is 0 for more tokens than directions and for copies, and rounding then decides. Here every token has
-a direction of its own besides, `DIAGONAL` of its squared length, so the choice goes on among those that are least spanned.
-All tokens score the same at first, so the lowest index comes first.
+The published determinant is 0 if there are more tokens than dimensions, or duplicates, and rounding then decides. Here
+`DIAGONAL` is added to the kernel's diagonal, as if every token also had a component in its own dimension, so selection
+continues with the tokens that are least spanned. All tokens score the same at first, so the lowest index is chosen first.
 
 Costs `n^2 d` multiply-adds for the cosines, `n m^2 / 2` for m tokens kept, and `4 n (n + m)` bytes.
 """
@@ -31,7 +31,7 @@ COUNT = "fixed"
 SERVED = True
 BATCHED = True
 DIAGONAL = 1e-3
-"""What is added to the kernel's diagonal, whose entries are 1."""
+"""Added to the kernel's diagonal, whose entries are 1."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
-    residual = (rows != 0).any(1).float() + DIAGONAL  # exactly alike, so that rounding does not choose the first token
+    residual = (rows != 0).any(1).float() + DIAGONAL  # exactly equal, so that rounding does not choose the first token
 
     def choose(kernel: Tensor, residual: Tensor) -> Tensor:
         fused = kernels(kernel.device, kernel.shape[1])
@@ -66,7 +66,7 @@ def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
     """Choose among tokens with the `kernel [b, n, n]`; the tokens `[b, count]`.
 
     Args:
-        left: `[b, n]`, what of each token's squared length the chosen ones do not span; it falls to `floor` at the lowest.
+        left: `[b, n]`, the part of each token's squared length that the chosen ones do not span; at least `floor`.
     """
     images, n = left.shape
     factor = kernel.new_zeros(images, count, n)
@@ -75,13 +75,14 @@ def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
     for i, token in enumerate(chosen.unbind()):
         torch.argmax(left, 1, keepdim=True, out=token)
         before, place = factor[:, :i], token[:, None]
-        # The next row of the factor: what of the token's row the rows before leave, over the root of what is left of itself.
+        # The next row of the factor: the token's row minus the contributions of earlier rows, divided by the root of its
+        # residual.
         rest = kernel.gather(1, place.expand(-1, -1, n))[:, 0]
         column = before.gather(2, place.expand(-1, i, -1))[..., 0]
         rest = rest - (torch.einsum("bi,bin->bn", column, before) if images > 1 else column[0] @ before[0])
         row = torch.div(rest, left.gather(1, token).sqrt_(), out=factor[:, i])
         lowest.scatter_(1, token, -torch.inf)  # together with the next line: a chosen token is not chosen again
-        # Chen, Zhang and Zhou, algorithm 1: d_i^2 <- d_i^2 - e_i^2, with e the new row. d_i^2 is what i multiplies the
-        # determinant by.
+        # Chen, Zhang and Zhou, algorithm 1: d_i^2 <- d_i^2 - e_i^2, with e the new row. d_i^2 is the factor by which i
+        # multiplies the determinant.
         left = torch.maximum(left.scatter(1, token, -torch.inf) - row.square(), lowest)
     return chosen[..., 0].T

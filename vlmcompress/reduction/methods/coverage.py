@@ -1,11 +1,10 @@
-"""Coverage: tokens by which every token is best represented, a facility location (after MMTok, arXiv 2508.18264).
+"""Coverage: tokens that represent all tokens best, a facility location problem (after MMTok, arXiv 2508.18264).
 
-Token j represents token i as well as the softmax of i's cosines says, `s_ij = softmax_j(cos(x_i, x_j) / temperature)`. What is
-kept maximizes the sum over all tokens i of the largest `s_ij` among the kept j. The sum is submodular, so the greedy choice,
-always the token that adds most, reaches at least 1 - 1/e of the best sum that there is (Nemhauser, Wolsey and Fisher, 1978).
-Unlike `divprune`, it prefers a token that stands for many to one that stands alone. MMTok covers the question's words, too;
-here the question is not looked at, so an image's result can be reused for another question. Cosines are those of the projected
-rows, where MMTok takes the encoder's.
+Token j represents token i with the score `s_ij = softmax_j(cos(x_i, x_j) / temperature)`. The kept tokens maximize the sum
+over all tokens i of the largest `s_ij` among the kept j. The sum is submodular, so the greedy choice of the token that adds
+most reaches at least 1 - 1/e of the optimum (Nemhauser, Wolsey and Fisher, 1978). Unlike `divprune`, it prefers a token
+similar to many others to an outlier. MMTok also covers the question's words; here the question is ignored, so an image's
+result can be reused for other questions. Cosines are those of projected rows, while MMTok uses the encoder's.
 
 Costs `n^2 d` multiply-adds for the cosines, `8 n^2` bytes, and at most `n^2` additions for each token kept, on a CPU a part of
 that (`_selecting.lazily`).
@@ -30,8 +29,8 @@ BATCHED = True
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`keep`: share of the tokens; `temperature`: of the softmax; the lower, the more alike a representative must
-    be."""
+    """`keep`: share of the tokens; `temperature`: temperature of the softmax; the lower, the more similar a representative
+    must be."""
 
     temperature: float = 0.2
 
@@ -57,5 +56,5 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def represented(rows: Tensor, temperature: float) -> Tensor:
     """How well row j of `rows [n, d]` represents row i, `[n, n]`, each row's sum 1."""
     rows = unit(rows)
-    # [n, n], row i: what represents token i, split among all that resemble it.
+    # [n, n], row i: shares of the tokens that represent token i.
     return (rows @ rows.T / temperature).softmax(1)

@@ -1,19 +1,18 @@
-"""After DART (arXiv 2502.11494), on the projected tokens: pivots, by default four in five, and what resembles them least.
+"""After DART (arXiv 2502.11494), on the projected tokens: pivots, by default 80% of the kept tokens, and the tokens least
+similar to them.
 
-Duplication, not importance, decides. The pivots are the tokens with the largest L1 norm; each pivot in turn adds those
-of the tokens still free that have the lowest cosine to it. Needs no attention map, so it goes with any attention
-kernel.
+Selects by duplication, not importance. The pivots are the tokens with the largest L1 norm; each pivot in turn adds the
+remaining tokens with the lowest cosine to it. Needs no attention map, so it works with any attention kernel.
 
-Published, DART works within the language model, whose states no engine opens up between layers (`dart-llm` is that
-form); this is the same rule on the rows that the language model would get, as TensorRT Edge-LLM serves it, with the
-norm of the rows in place of that of the keys. There it loses more than a random choice with the four pivots published,
-because tokens of large norm are few and alike, and what resembles them least is background. So by default four in five of
-the tokens that are kept are pivots, a share chosen on the demo models' validation questions; `pivots=4` is the published
-number. The published text pivots are in `dart-llm` alone, so that an image's result serves every question. Two things the
-paper leaves open are fixed here. Pivots take their turns by falling norm; the published code walks a Python set, so it takes
-the same tokens only where that happens to give this order.
-And the count is exactly the budget: the first turns take one token more when the picks do not divide, where the code's
-count is 4 + 8 floor(keep n / 8).
+The published DART works within the language model, whose states engines do not expose between layers (`dart-llm` is that
+form); this is the same rule on the inputs of the language model, as TensorRT Edge-LLM serves it, with the norm of the rows
+instead of the keys. With the published four pivots this loses more than a random choice, because tokens of large norm are few
+and similar, and the tokens least similar to them are background. So by default 80% of the kept tokens are pivots, a share
+chosen on the demo models' validation questions; `pivots=4` is the published number. The published text pivots are only in
+`dart-llm`, so that an image's result serves every question. Two choices that the paper leaves open are fixed here. Pivots take
+turns in order of decreasing norm; the published code iterates over a Python set, so it selects the same tokens only if that
+has the same order. And the count is exactly the budget: the first turns take one token more when the picks do not divide,
+where the code's count is 4 + 8 floor(keep n / 8).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def budget(grid: Grid, options: Options) -> int:
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep pivots, the tokens of largest L1 norm of the features, and those least like them."""
+    """Keep pivots, the tokens with the largest L1 norm of the features, and those least similar to them."""
     assert signals.features is not None
     count = budget(signals.grid, options)
     # Pivots: largest L1 norm, of the rows here, of the keys in the paper; float32, as thousands of channels add up.
@@ -84,7 +83,7 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
         quota = picks // turns + (turn < picks % turns)
         # Tokens that are taken are infinitely similar, so `argmin` never takes them again.
         free = cosine + offset
-        # The least similar ones, not the most: what the pivot does not show yet.
+        # The least similar tokens, which add the most to the pivot.
         picked = free.argmin(0, keepdim=True) if quota == 1 else free.sort(stable=True).indices[:quota]
         offset = offset.scatter(0, picked, torch.inf)
         chosen.append(picked)

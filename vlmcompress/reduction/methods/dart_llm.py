@@ -1,9 +1,9 @@
-"""DART as published, within the language model (arXiv 2502.11494): from layer K = 2 on only pivots and the tokens
-least like them stay.
+"""DART as published, within the language model (arXiv 2502.11494): from layer K = 2 on only pivots and the tokens least
+similar to them stay.
 
 `features` and `query` are the output of layer K - 1 through the model's final norm, of the image's tokens and of the
 text after it; `keys` and `query_keys` are that layer's keys with heads concatenated, and the L1 norm of the keys
-chooses the pivots. Order of turns and count as in `dart`.
+chooses the pivots. The order of pivots and the count are as in `dart`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def budget(grid: Grid, options: Options) -> int:
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep pivots, the tokens of largest L1 norm of the keys in image and text, and the image's tokens least like them."""
+    """Keep pivots, the tokens with the largest L1 norm of the keys in image and text, and the image tokens least like them."""
     assert signals.features is not None and signals.query is not None
     assert signals.keys is not None and signals.query_keys is not None
     lead = top(signals.keys.float().abs().sum(-1), options.pivots)

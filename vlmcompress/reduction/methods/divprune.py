@@ -1,10 +1,9 @@
 """DivPrune: the tokens that are farthest apart (arXiv 2503.02175), max-min diversity by cosine distance.
 
-Greedy, as published: first the token whose nearest neighbour is farthest, then always the token whose nearest kept one
-is farthest. The smallest distance among those kept is at least half the best possible one (as chords; a quarter, as 1 -
-cosine). Whatever is rare stays, also when it does not matter. Costs `n^2 d` multiply-adds, `4 n^2` bytes and one step
-for each token kept. Unlike the published code, a token is never chosen twice when only duplicates are left, so the
-count is exact.
+Greedy, as published: first the token whose nearest neighbour is farthest, then in each step the token whose nearest kept one
+is farthest. The smallest distance between kept tokens is at least half of the optimum (for chord lengths; a quarter for 1 -
+cosine). Rare tokens stay, even irrelevant ones. Costs `n^2 d` multiply-adds, `4 n^2` bytes and one step for each token kept.
+Unlike the published code, a token is never chosen twice when only duplicates are left, so the count is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def select(features: Tensor, count: int) -> Tensor:
     rows = unit(features)
     # [n, n] cosine distance, the paper's d(i, j); float32, as in bfloat16 near duplicates would all have distance 0.
     distance = 1 - rows @ rows.T
-    # A token is no neighbour of its own; once it is chosen, this is its distance from the nearest kept one.
+    # A token is not its own neighbour; once chosen, its distance to the nearest kept token counts as -inf.
     apart = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), -torch.inf)
 
     def choose(distance: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ def select(features: Tensor, count: int) -> Tensor:
 
 
 def _steps(distance: Tensor, count: int) -> Tensor:
-    """Choose among tokens of which `distance [b, n, n]` is given, its diagonal -inf; the tokens `[b, count]`."""
+    """Choose tokens `[b, count]` by `distance [b, n, n]`, whose diagonal is -inf."""
     chosen = torch.empty(count, len(distance), 1, dtype=torch.int64, device=distance.device)
     rows = chosen[..., None].expand(-1, -1, -1, distance.shape[2])  # the chosen tokens as indices of whole rows
     # The first token is the one whose nearest neighbour is farthest; a single token has none.
@@ -64,6 +63,6 @@ def _steps(distance: Tensor, count: int) -> Tensor:
     for number, (token, row) in enumerate(zip(chosen.unbind(), rows.unbind(), strict=True)):
         torch.argmax(nearest, 1, keepdim=True, out=token)
         away = distance.gather(1, row)[:, 0]
-        # min over the kept set of d(i, j), one token more in it; the next token is its maximum over i (max-min).
+        # min over the kept tokens j of d(i, j), updated with the last one; the next token maximizes it over i (max-min).
         nearest = torch.minimum(nearest, away, out=nearest) if number else away
     return chosen[..., 0].T

@@ -1,5 +1,4 @@
-"""DyMU's dynamic token merging: ToMe with learned thresholds, so that simple images become fewer tokens (arXiv
-2504.17040).
+"""DyMU's dynamic token merging: ToMe with learned thresholds, so that simple images keep fewer tokens (arXiv 2504.17040).
 
 In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). `threshold`
 finds the one that merges r pairs per image on average over a batch, `average` the mean over batches. How many tokens
@@ -7,7 +6,7 @@ an image keeps is known only after the encoder, unless `merge` is given a count.
 `tome`; the layers after should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
 (before the softmax; the published code's slow path adds it after).
 
-The paper's virtual token unmerging is not here: the language model gets one row for each that is left.
+The paper's virtual token unmerging is not implemented: the language model gets one row per remaining token.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ def budget(grid: Grid, options: Options) -> None:
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge the pairs whose cosine is above the layer's threshold.
 
-    With a `count`, a layer merges no more pairs than leave that many tokens, and at least those that the layers after,
-    each of which at most halves the tokens, cannot make up for. So the last layer merges exactly the tokens that are
-    still too many, best pairs first, whatever its threshold. Unless the tokens are on a CPU, no shape depends on how many
-    pairs a layer merges then, as the host would have to wait for that: see `_padded`.
+    With a `count`, a layer never merges below that many tokens, and merges at least as many pairs as needed for later layers
+    (each of which at most halves the tokens) to reach it. So the last layer merges exactly the excess tokens, best pairs
+    first, regardless of its threshold. On an accelerator no shape then depends on how many pairs a layer merges, to avoid
+    synchronizing with the device: see `_padded`.
     """
     assert signals.keys is not None and signals.heads is not None
     if options.thresholds is None or isinstance(options.thresholds, str):
@@ -84,10 +83,10 @@ def merge(signals: Signals, options: Options, layer: int, layers: int, count: in
 
 
 def _padded(signals: Signals, threshold: float, count: int, later: int) -> Reduction:
-    """The merges of a layer with `later` more to come, as rows of which there are as many as there can be at most.
+    """The merges of a layer that is followed by `later` more, padded to the largest possible number of rows.
 
-    Those that no token is in stand after the others. They have the size 0, so that nothing attends to them, and any anchor.
-    Until few layers are left an encoder therefore computes as many rows as without merging: the price of not waiting.
+    Rows without tokens come last. They have size 0, so that nothing attends to them, and an arbitrary anchor. So until few
+    layers remain, an encoder computes as many rows as without merging: the price of not synchronizing.
     """
     assert signals.keys is not None and signals.heads is not None
     n, device = signals.n, signals.device
@@ -98,7 +97,7 @@ def _padded(signals: Signals, threshold: float, count: int, later: int) -> Reduc
     left = filled.sum()
     pairs = (scores > threshold).sum().minimum(left - count).maximum(left - (count << later)).minimum(left // 2)
     order = top(scores, len(scores))
-    # The turn of each pair by falling cosine; the first `pairs` of them merge, a number that stays on the device.
+    # The rank of each pair by decreasing cosine; the first `pairs` of them merge, a number that stays on the device.
     rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device))
     parent = torch.arange(n, device=device)
     parent[::2] = torch.where(rank < pairs, partner, parent[::2])
@@ -106,19 +105,19 @@ def _padded(signals: Signals, threshold: float, count: int, later: int) -> Reduc
 
 
 def best(signals: Signals) -> Tensor:
-    """The cosines `[a]` of the possible pairs of an image in one layer, which thresholds are learned from."""
+    """The cosines `[a]` of the possible pairs of an image in one layer, from which thresholds are learned."""
     assert signals.keys is not None and signals.heads is not None
     return match(signals.keys, signals.heads)[0]
 
 
 def threshold(scores: Sequence[Tensor], r: float) -> float:
-    """The threshold of one layer for a batch, at which `r` pairs an image merge on average: the highest cosine that does not.
+    """The threshold of one layer for a batch at which `r` pairs per image merge on average: the highest cosine not merged.
 
     Args:
         scores: for each image of the batch, the result of `best` in this layer.
-        r: number of pairs an image, at least 0; may be a fraction.
+        r: number of pairs per image, at least 0; may be a fraction.
 
-    It is never below 0, so that tokens with negative cosine stay apart for every r.
+            The threshold is never below 0, so that tokens with negative cosine never merge.
     """
     # One threshold for the batch: all edges of all its images in one list, the r * B best of which merge.
     falling = torch.cat(list(scores)).float().sort(descending=True).values
@@ -129,7 +128,7 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
 def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Average the thresholds of each batch, layer by layer, for `Options.thresholds`.
 
-    To find them, each layer must merge a batch by that batch's threshold, as later layers see the result.
+    While learning, each layer must merge a batch by that batch's own threshold, as later layers see the result.
     """
     if not batches or len({len(values) for values in batches}) != 1:
         raise ValueError("thresholds are learned from at least one batch, with the same layers in each")

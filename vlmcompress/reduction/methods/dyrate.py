@@ -1,15 +1,14 @@
 """A training-free stand-in for DyRate: drops visual tokens during generation as attention to them falls (after arXiv
 2501.14204).
 
-DyRate sees that the attention on visual tokens falls as the answer grows, and trains a small predictor that sets the
-rate of each step from the attention's distribution. The predictor is not public; here the rate is the visual attention
-mass itself,
+DyRate observes that attention to visual tokens falls as the answer grows, and trains a small predictor that sets the rate of
+each step from the attention's distribution. The predictor is not public; here the rate is the visual attention mass itself,
 
-    rate_t = clip(factor * sum(saliency_t), least, 1)      tokens left after step t: rate_t of the image's, at most those left
+    rate_t = clip(factor * sum(saliency_t), least, 1) tokens after step t: rate_t of the image's, never more than before
 
 which is not the paper's method; its results do not carry over. `saliency` is the attention of the newest token to the
-tokens left, `merged` says which they are; the most attended stay. What has been dropped never comes back, so a peak
-later does not help.
+remaining tokens, `merged` identifies them; the most attended stay. Dropped tokens never come back, even if attention rises
+later.
 """
 
 from __future__ import annotations

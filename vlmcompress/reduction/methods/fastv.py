@@ -1,8 +1,8 @@
-"""FastV: after the language model's first layers keep what the last token attends to (arXiv 2403.06764).
+"""FastV: after the language model's first layers keep the tokens that the last token attends to most (arXiv 2403.06764).
 
-`saliency` is the attention of the prompt's last token in layer K - 1, mean over heads; the tokens with the highest go
-on to layer K. Depends on the question, and favours the image's last rows, which stand closest to it. The paper's code
-has a mode that only masks tokens; it saves nothing and is not this.
+`saliency` is the attention of the prompt's last token in layer K - 1, mean over heads; the tokens with the highest stay from
+layer K on. Depends on the question, and favours the image's last rows, which are closest to it. The paper's code also has a
+mode that only masks tokens, which saves nothing and is not implemented.
 """
 
 from __future__ import annotations
@@ -47,5 +47,6 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most attended tokens."""
     assert signals.saliency is not None
-    # The paper averages the attention over all later tokens (phi_attn); its code, and this, takes the last token's.
+    # The paper averages the attention that a token receives from all others (phi_attn); its code, and this, use the last
+    # token's.
     return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)

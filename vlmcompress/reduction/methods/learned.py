@@ -1,22 +1,21 @@
 """Learned: the tokens scored highest by a small network, trained on images like yours.
 
 `vlmcompress learn-reducer` trains it so that the language model answers with the selection as with all tokens
-(`hooks.gated`). That a scorer of projected tokens can be trained so is VisionSelector's finding (arXiv 2510.16598);
-the network and its training are our own, and it is much smaller: of `hidden` rows for each of `d` channels.
+(`hooks.gated`). VisionSelector (arXiv 2510.16598) showed that a scorer of projected tokens can be trained in this way; network
+and training here are different, and the network is much smaller, with `hidden` units.
 
-The network sees a token `x_i` (each channel less its mean over the training images, in units of its spread), the image's
-mean and the token's place, and lets the tokens of an image look at each other once, as what a token is worth depends on
-whether others show the same:
+The network reads a token `x_i` (each channel standardized over the training images), the image's mean and the token's
+position, and has one attention step among the tokens of an image, as a token is worth less if others show the same:
 
     h_i = GELU(A x_i + a + B mean(x) + C place_i)
     g_i = h_i + V sum_j softmax_j(q_i k_j / sqrt(hidden)) h_j        q = Q h, k = K h
-    worth_i = w GELU(g_i)
+    score_i = w GELU(g_i)
 
-The tokens of highest worth take most of the budget. Duplicates all score high, and content that no training question
-needed scores low; so the share `cover` of the budget goes to the tokens that best represent the rest, by `coverage`'s
-facility location.
+The highest-scored tokens take most of the budget. But duplicates all score high, and content that no training question needed
+scores low; so the share `cover` of the budget goes to the tokens that best represent the rest, by the facility location of
+`coverage`.
 
-It does not see the question, so an image's result can be reused for another question.
+It does not use the question, so an image's result can be reused for other questions.
 
 Costs `2 n d hidden + 2 n^2 hidden` multiply-adds for `n` tokens.
 """
@@ -45,10 +44,10 @@ SERVED = True
 BATCHED = True
 
 WAVES = 4
-"""A place is its row and its column, from 0 to 1, and sine and cosine of these at so many frequencies, each twice the last."""
+"""Number of frequencies, each twice the one before, whose sines and cosines describe a position besides row and column."""
 PLACE = 2 + 4 * WAVES
 TEMPERATURE = 0.2
-"""Of the softmax by which tokens represent each other, as in `coverage`."""
+"""Temperature of the softmax by which tokens represent each other, as in `coverage`."""
 FIXED = ("mean", "spread")
 """Tensors of a network that are measured, not trained."""
 
@@ -119,7 +118,7 @@ def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[
         values: `[n]`, the tokens' scores; features: `[n, d]`, the tokens. cover: share of the count that covers the
         image.
     """
-    # The tokens of worth come first, so that what covers the image need not repeat what they show.
+    # The highest-scored tokens come first, so that the covering ones do not duplicate them.
     rest = math.floor(cover * count + 0.5)
     best = top(values, count - rest)
     return best, selecting.cover(represented(features, TEMPERATURE), rest, covered=best)
@@ -165,7 +164,7 @@ def score(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor
     """
     # [n, d]; float32, as channels of large mean lose their differences in bfloat16.
     tokens = (features.float() - weights["mean"]) / weights["spread"]
-    # h_i, [n, hidden]: token, image and place each by a matrix of its own.
+    # h_i, [n, hidden]: token, image and position have separate matrices.
     hidden = tokens @ weights["token"].T + weights["bias"] + tokens.mean(0) @ weights["image"].T
     hidden = F.gelu(hidden + places(grid, features.device) @ weights["place"].T)
     # [n, n], one head of attention among the image's tokens.
@@ -175,7 +174,7 @@ def score(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor
 
 
 def places(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """The place of each token in its frame, `[n, PLACE]`: the middle of its row and column, and waves of these."""
+    """The position features of each token in its frame, `[n, PLACE]`: middle of row and column, and sines and cosines."""
     frames, rows, columns = grid
     y, x = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
     place = torch.stack(torch.meshgrid(y, x, indexing="ij"), -1).reshape(-1, 2)

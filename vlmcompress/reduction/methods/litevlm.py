@@ -5,9 +5,9 @@ The tokens here are the views (cameras, pages, crops) of one request: the grid i
 embedding of each, of its name or of a thumbnail, and `query` embeddings of the question in the same space. A view
 scores its best cosine to the question, plus `lexical` times its entry of `saliency`, how well its name matches the
 question's words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
-needs no training and claims none of its results. At least one view stays. Runs before the encoder, so a dropped view
-costs one token, which engines need; questions about the whole scene suffer. Views without names are alike, and then
-the first ones stay.
+needs no training and claims none of its results. At least one view stays. Runs before the encoder; a dropped view still has
+one token, which engines need. Questions about the whole scene suffer. Views without names score the same, and then the first
+ones stay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_BETTER_THAN = "random"
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`keep`: share of the views; `lexical`: what a name that matches in full adds to the cosine."""
+    """`keep`: share of the views; `lexical`: added to the cosine for a name that matches completely."""
 
     keep: float = 0.5
     lexical: float = 1.0
@@ -60,7 +60,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def matches(names: Sequence[str], question: str) -> Tensor:
-    """The share of each name's words that occur in the question, whatever their case, `[views]`; 0 for a name without words."""
+    """The share of each name's words that occur in the question, case-insensitively, `[views]`; 0 for a name without words."""
     query_words = set(re.findall(r"\w+", question.lower()))
     words = [re.findall(r"[^\W_]+", name.lower()) for name in names]
     return torch.tensor(

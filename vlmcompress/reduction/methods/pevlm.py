@@ -1,9 +1,9 @@
 """PEVLM: blocks of a long video that do not attend to each other, for parallel prefill (arXiv 2506.19651).
 
-Not a reducer of tokens: all stay, at their original positions, and `mask` says which may attend to which. The text
-before the images and the first frames are a sink that all see; a block of frames sees the sink and itself; the question
-after sees everything; all of it causally. Attention then costs `t / frames` times less on the blocks and the cache
-nothing less. Equal to full attention as long as there is one block.
+It does not reduce tokens: all stay, at their original positions, and `mask` restricts attention. The text before the images
+and the first frames form a sink that all tokens see; a block of frames sees the sink and itself; the question at the end sees
+everything; all causally. Attention on the blocks then costs `t / frames` times less; the cache is not smaller. With a single
+block it equals full attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`sink`: frames that all see; `frames`: in a block."""
+    """`sink`: number of frames that all tokens see; `frames`: number of frames in a block."""
 
     sink: int = 1
     frames: int = 8

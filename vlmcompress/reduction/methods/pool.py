@@ -1,9 +1,9 @@
 """Pooling: the mean of neighbouring tokens, the other obvious baseline: lower resolution after the encoder.
 
 The grid of each frame is cut into windows of `rows x columns` tokens, from the top left; windows at the right and the lower
-edge may be smaller. Each window becomes the mean of its tokens, at the place of its middle one (of two middles the first).
-Nothing is dropped and nothing is chosen, so the number of tokens follows from the grid alone. A shrunk image (fewer pixels
-before the encoder) saves the encoder's work, too; this does not.
+edge may be smaller. Each window becomes the mean of its tokens, at the position of its middle one (of two middles the first).
+Nothing is dropped or chosen, so the number of tokens follows from the grid alone. Unlike resizing the image this does not save
+the encoder's work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 
 def _middles(length: int, step: int, device: torch.device) -> Tensor:
-    """For each of `length` places the middle of the part of `step` places, or fewer at the end, that it lies in, `[length]`."""
+    """For each of `length` positions the middle of its window of `step` positions (the last may be smaller), `[length]`."""
     start = torch.arange(length, device=device) // step * step
     end = (start + step).clamp(max=length)
     return start + (end - start - 1) // 2

@@ -5,11 +5,11 @@ first holds all `n` tokens of an image; after each the tokens that the prompt's 
 
     stage s holds round(n * ratio^s) tokens, at least 1;  mean over L blocks: sum_s blocks_s * ratio^s / L = keep
 
-Published is a `ratio` of 0.5 and 4 stages: drops after 8, 16 and 24 of 32 blocks, 15/32 of the visual tokens in the mean.
-`keep` finds the ratio for a share of the cache instead, so that a share means what it means before the language model; as the
-first stage drops nothing, more than `1 / stages` is kept. `saliency` is the attention of the last token in a stage's last
-block, as the paper's text has it; its code takes queries and keys of the block after, and rounds down. Tokens that stay keep
-their positions. Depends on the question, and favours the image's last rows, as FastV does.
+The published values are a `ratio` of 0.5 and 4 stages: drops after 8, 16 and 24 of 32 blocks, 15/32 of the visual tokens on
+average. `keep` computes the ratio for a mean share instead, so that shares are comparable with methods before the language
+model; as the first stage drops nothing, it must exceed `1 / stages`. `saliency` is the attention of the last token in a
+stage's last block, as in the paper's text; its code uses queries and keys of the next block, and rounds down. Tokens that stay
+keep their positions. Depends on the question, and favours the image's last rows, as FastV does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Options(ReducerOptions):
 
 @dataclass(frozen=True)
 class _Drop(Options):
-    """The options of one of the drops. `share`: of all tokens, those that are left behind it."""
+    """The options of one of the drops. `share`: the share of all tokens that remains after it."""
 
     share: float = 1.0
 
@@ -92,7 +92,7 @@ def budget(grid: Grid, options: Options) -> int:
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the most attended of the tokens that are left."""
+    """Keep the most attended of the remaining tokens."""
     assert signals.saliency is not None
     return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)
 

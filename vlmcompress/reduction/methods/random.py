@@ -1,7 +1,7 @@
 """A random choice of tokens, the baseline that every method has to beat (and many do not, arXiv 2511.02650).
 
-Looks at nothing: the choice follows from the seed and the grid, so it is the same for all images of one size, in every
-process and on every device. A smaller `keep` keeps a subset of what a larger one keeps.
+The choice depends only on seed and grid, so it is the same for all images of one size, in every process and on every device. A
+smaller `keep` keeps a subset of what a larger one keeps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def budget(grid: Grid, options: Options) -> int:
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Give every token a random score and keep the highest."""
     order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
-    # A prefix of one order for all shares: what a smaller share keeps a larger one keeps, too.
+    # A prefix of one order for all shares, so a smaller share keeps a subset of a larger one's.
     return selected(order[: budget(signals.grid, options)], signals, options)
 
 

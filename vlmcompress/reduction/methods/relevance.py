@@ -2,14 +2,14 @@
 method.
 
 The image is cut into regions of 4 x 4 tokens, each shown at one of four levels: background, 1 token; low, 4 means of
-2 x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget goes step by step
-to whichever region's next level is worth most for each token that it costs, worth being exp(sharpness * relevance).
-Relevance of a token is its best cosine to a token of the question, of a region that of its most relevant token,
-stretched to 0...1 over the image. What is left for the last step shows only its region's first rows at the new level,
-so the count is exact. With fewer tokens than regions, the least relevant regions are dropped.
+2 x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget is spent step by step on
+the region whose next level has the highest value per token, where the value is exp(sharpness * relevance). A token's relevance
+is its highest cosine with a token of the question; a region's relevance is that of its most relevant token, scaled to 0...1
+over the image. If the budget does not cover the last step, only the region's first rows get the new level, so the count is
+exact. With fewer tokens than regions, the least relevant regions are dropped.
 
-Nothing else is lost entirely, and the layout survives. Depends on the question, so an image's result cannot be reused
-for another.
+Nothing else is lost entirely, and the layout is preserved. Depends on the question, so an image's result cannot be reused for
+another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one tok
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`keep`: share of the tokens; `sharpness`: the most relevant region is worth exp(sharpness) times the least."""
+    """`keep`: share of the tokens; `sharpness`: the most relevant region has exp(sharpness) times the value of the least
+    relevant one."""
 
     keep: float = 0.5
     sharpness: float = 3.0
@@ -61,7 +62,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     if count <= steps.regions:
         refined = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, top(scores, count), True)
         return _joined(torch.where(refined[cells[0]], cells[0], -1), count)
-    # Greedy by worth for each token; `widest` keeps a region's finer steps after its coarser ones.
+    # Greedy by value per token; `widest` keeps a region's finer steps after its coarser ones.
     order = top(scores[region] / widest, len(region))
     before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
     apart = torch.zeros_like(size)
@@ -74,12 +75,13 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the budget can pay for on a grid. A step takes a region to a level and sets cells apart, one token more each.
+    """The refinement steps on a grid. A step takes a region to its next level and splits off cells, each one token more.
 
     cells:  `[levels, n]`, each token's cell at each level; of level 0 its region.
-    place:  `[levels, n]`, the step that may set that cell apart; rank: its turn within the step, `n` for cells that none does.
-    region: `[s]`, of each step; steps stand by level, then region.
-    size:   `[s]`, how many cells it sets apart; widest: `[s]`, the largest size of it and the region's steps before it.
+    place: `[levels, n]`, the step that splits off that cell; rank: the cell's order within the step, `n` for cells that no
+        step splits off.
+        region: `[s]`, region of each step; steps are ordered by level, then region.
+        size: `[s]`, number of cells that it splits off; widest: `[s]`, the largest size of it and the region's earlier steps.
     """
 
     regions: int
@@ -114,14 +116,14 @@ def _steps(grid: Grid) -> _Steps:
 
 
 def _scores(signals: Signals, regions: Tensor, number: int, sharpness: float) -> Tensor:
-    """Worth of each of so many regions, from 1 to exp(sharpness), `[number]` float64."""
+    """The value of each of `number` regions, from 1 to exp(sharpness), `[number]` float64."""
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:
         return torch.ones(number, dtype=torch.float64, device=regions.device)
     match = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1).double()
     best = torch.full((number,), -torch.inf, dtype=torch.float64, device=match.device)
     best = best.scatter_reduce(0, regions, match, "amax")
-    # Stretched to 0...1 over the image, as the range of cosines differs from model to model.
+    # Scaled to 0...1 over the image, as the range of cosines differs between models.
     low, high = best.amin(), best.amax()
     return (sharpness * (best - low) / torch.where(high > low, high - low, 1.0)).exp()
 
@@ -135,7 +137,7 @@ def _cells(grid: Grid, rows: int, columns: int) -> Tensor:
 
 
 def _split(coarse: Tensor, fine: Tensor) -> list[int]:
-    """Fine cells to set apart so that a region goes from coarse to fine ones: all but the last of each coarse cell."""
+    """Fine cells to split off to refine a region from coarse to fine cells: all but the last of each coarse cell."""
     last = {parent: child for parent, child in zip(coarse.tolist(), fine.tolist(), strict=True)}
     return sorted(set(fine.tolist()) - set(last.values()))
 

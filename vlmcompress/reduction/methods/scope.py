@@ -1,14 +1,13 @@
-"""SCOPE: tokens that are salient and cover what the chosen ones do not (arXiv 2510.24214).
+"""SCOPE: salient tokens that cover tokens not yet covered by the chosen ones (arXiv 2510.24214).
 
 The coverage of a token is its largest cosine with a kept token, at least 0. Greedy, as published: each step keeps the token
 with the largest gain times `saliency^alpha`, where the gain is the increase of the coverage summed over all tokens.
-`alpha=0` is coverage alone, a large one the most salient tokens alone. Unlike `coverage`, cosines count as they are, not as
-a softmax of them.
+`alpha=0` uses coverage only, a large one saliency only. Unlike `coverage` it uses plain cosines, not their softmax.
 
-Saliency is the attention from CLS in the layer whose output is used, as in the paper. Only LLaVA's CLIP gives it here; in
-other families, whose encoders have no CLS or are not opened by this package, all tokens are equally salient and the choice
-is by coverage alone. The published code compares outputs of the encoder; here they are projected features, which every
-family has, so the tokens that are kept may differ from that code's.
+Saliency is the attention from CLS in the layer whose output is used, as in the paper. Only LLaVA's CLIP provides it here; in
+other families, whose encoders have no CLS or are not hooked by this package, all tokens are equally salient and only coverage
+counts. The published code compares outputs of the encoder; here they are projected features, which every family has, so the
+kept tokens may differ from that code's.
 
 Two tokens that cover only each other have equal gains. Gains within `SLACK` of the largest count as ties, as rounding would
 decide otherwise.
@@ -34,12 +33,12 @@ COUNT = "fixed"
 SERVED = True
 BATCHED = True
 SLACK = 1e-4
-"""Gains that differ by less are equal, and the lower index comes first."""
+"""Relative difference of gains up to which they count as ties; the lower index wins."""
 
 
 @dataclass(frozen=True)
 class Options(SelectingOptions):
-    """`keep`: share of the tokens; `alpha`: power of the saliency, 1 as published, 0 for none of it."""
+    """`keep`: share of the tokens; `alpha`: power of the saliency, 1 as published, 0 to ignore it."""
 
     alpha: float = 1.0
 

@@ -4,10 +4,10 @@ Between attention and MLP of each layer the tokens are split into alternate sets
 similar of B by cosine of the keys (mean over heads), and the r most similar pairs merge into their size-weighted mean.
 The layers after should attend in proportion to size: add `merged.sizes.log()` to the logits of the keys.
 
-The total to merge is spread evenly over the layers, and more in the first where half the tokens a layer (all that A
-has) would not do. Deviations: each layer's outputs return to raster order, which a language model needs and which from
-the second layer on splits A and B differently than the published order [A, B] does; a CLS token is the caller's to keep
-aside, so A begins with the first patch.
+The merges are spread evenly over the layers, with more in the first ones if half the tokens per layer (all of A) would not be
+enough. Deviations: each layer's outputs are put back in raster order, which a language model needs and which from the second
+layer on splits A and B differently than the published order [A, B]; the caller keeps a CLS token aside, so A begins with the
+first patch.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def schedule(n: int, count: int, layers: int) -> list[int]:
         )
     result = []
     for left in range(layers, 0, -1):
-        # As many a layer as the rest allows, rounded up, so that the first layers merge the remainder.
+        # An even share of the rest, rounded up, so that the first layers merge the remainder.
         even = -(-(n - count) // left)
-        # And no fewer than the layers after this one, which can halve the tokens at most, need.
+        # And at least as many as later layers, which can at most halve the tokens, need.
         result.append(max(even, n - (count << (left - 1))))
         n -= result[-1]
     return result
@@ -74,7 +74,7 @@ def schedule(n: int, count: int, layers: int) -> list[int]:
 def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`.
 
-    `filled [n]`: which rows there are; of others, and to others, the cosine is -inf. None: all.
+    `filled [n]`: which rows are not padding; cosines of and to padding are -inf. None: all rows are used.
     """
     # The metric of ToMe: keys averaged over heads, then normalized; [n, dk / heads].
     rows = unit(keys.float().view(len(keys), heads, -1).mean(1))
@@ -90,10 +90,10 @@ def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tenso
 
 
 def join(chosen: Tensor, partner: Tensor, signals: Signals) -> Reduction:
-    """Merge the rows `2 * chosen` into their partners, each row weighted by the tokens that it stands for."""
+    """Merge the rows `2 * chosen` into their partners, each row weighted by its number of tokens."""
     parent = torch.arange(signals.n, device=partner.device)
     # The r best edges merge; the other tokens are their own parents and stay.
     parent[2 * chosen] = partner[chosen]
-    # x = sum(size * x) / sum(size): a token that stands for several counts as often in the mean.
+    # x = sum(size * x) / sum(size): merged tokens are weighted by their size.
     weight = None if signals.merged is None else signals.merged.sizes
     return dataclasses.replace(Reduction.join(parent, weight, signals.n - len(chosen)), plain=not len(chosen))

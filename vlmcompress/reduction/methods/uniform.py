@@ -60,5 +60,5 @@ def _spread(total: int, parts: int) -> list[int]:
 
 
 def _centres(count: int, cells: int) -> list[int]:
-    """Choose `count` of `cells` places, in the middle of equal parts."""
+    """Choose `count` of `cells` positions, in the middle of equal parts."""
     return [(2 * i + 1) * cells // (2 * count) for i in range(count)]

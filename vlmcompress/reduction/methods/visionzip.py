@@ -1,4 +1,4 @@
-"""VisionZip: keep what CLS attends to and merge the rest into a few contextual tokens (arXiv 2412.04467).
+"""VisionZip: keep the tokens that CLS attends to and merge the rest into a few contextual tokens (arXiv 2412.04467).
 
 The dominant tokens are those with the highest `saliency` (attention from CLS, in the layer whose output is used;
 encoders without CLS: the mean over all tokens). Of the rest, every s-th is a target, s = max(1, rest // contextual),
@@ -6,8 +6,8 @@ and each other one goes to the target with the most similar key (mean over heads
 
 As published a contextual token is *target + mean of those that went to it*: a sum of two, about twice as long as a
 token (`merge: sum`); `merge: mean` averages the two, which keeps the scale. Deviations: outputs are in raster order
-where the published code appends the contextual ones, and CLS itself, which has no place in the grid, is not among the
-tokens kept, so that there is one more patch in its place.
+where the published code appends the contextual ones, and CLS itself, which has no position in the grid, is not kept, so that
+one more patch is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_BETTER_THAN = "random"
 
 @dataclass(frozen=True)
 class Options(ReducerOptions):
-    """`keep`: share of the tokens; `contextual`: share of those kept that are merged ones (10 of 64); `merge`: "sum" or
+    """`keep`: share of the tokens; `contextual`: share of merged ones among the kept tokens (10 of 64); `merge`: "sum" or
     "mean"."""
 
     keep: float = 1 / 3
@@ -69,7 +69,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
     parent[targets] = targets
     joined = Reduction.join(parent, count=count)
-    # Tokens that came to a target: a mean of their own, which is then added to the target (a scale of 2 of the mean of two).
+    # The mean of the tokens merged into a target is added to the target (twice the mean of the two).
     guests = joined.sizes - 1
     weight = 1 / guests[joined.target].clamp(min=1)  # a target and the mean of its merged tokens have equal weight
     weight.index_fill_(0, joined.anchor, 1.0)

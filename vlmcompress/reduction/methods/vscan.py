@@ -1,20 +1,20 @@
 """VScan's first stage: a global and a local scan in the encoder, the rest merged (arXiv 2505.22654).
 
-Half the budget is local: the most attended tokens in a shallow layer (`windowed`), of no window more than its share of
-that half, rounded up, so that every part of the image is seen. The other half is global: the most attended of all that
-are left, in the layer whose output is used (`saliency`). After the projector every dropped token joins the kept one with
+Half the budget is local: the most attended tokens in a shallow layer (`windowed`), from each window at most its share of that
+half, rounded up, so that every part of the image is represented. The other half is global: the most attended of the remaining
+tokens in the layer whose output is used (`saliency`). After the projector every dropped token is merged into the kept one with
 the highest cosine, as a plain mean.
 
-Windows and quota are those of the authors' code for Qwen2.5-VL: where a side does not divide, the last window of a row or
-column takes in what is left over. In their code for LLaVA sides always divide (16 windows of 6 x 6), and each window gives
-the same whole number of tokens: the same choice where 16 divides half the budget; elsewhere that code keeps fewer tokens
-than its budget, and this the exact number. Against the code for Qwen: the budget is rounded half up, not down; an image
-narrower than a window is one window, and where windows are too small for their quota the most attended tokens beyond it
-make up for that (there the code fails in both cases); each frame has windows of its own. Qwen's encoders have no CLS, and
-this package does not open them for the attention that the authors read there, so this is not available for Qwen.
+Windows and quota are those of the authors' code for Qwen2.5-VL: if a side is not divisible, the last window of a row or column
+includes the remainder. In their code for LLaVA sides always divide (16 windows of 6 x 6), and each window gives the same whole
+number of tokens: the same choice where 16 divides half the budget; elsewhere that code keeps fewer tokens than its budget, and
+this the exact number. Against the code for Qwen: the budget is rounded half up, not down; an image narrower than a window is
+one window, and if windows are too small for their quota, the most attended other tokens fill it (the code fails in both
+cases); each frame has separate windows. Qwen's encoders have no CLS, and this package does not hook the attention that the
+authors use there, so the method is not available for Qwen.
 
-The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` after this
-where the layer can be opened (96 kept here and a third of them there: 64 on average).
+The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` after this where
+that layer can be hooked (96 kept here and a third of them there: 64 on average).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
     window = windows(signals.grid, options.window, kept.device)
     kept[local(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
-    # Global scan, among what the local scan has left.
+    # Global scan, among the tokens not chosen by the local scan.
     rest = signals.saliency.float().masked_fill(kept, -torch.inf)
     kept[top(rest, count - count // 2)] = True
     rows, anchors = unit(signals.features), top(kept, count)
@@ -84,8 +84,8 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def windows(grid: Grid, side: int, device: torch.device | None = None) -> Tensor:
     """Number of each token's window, `[n]`; windows are tiles of `side x side` from the upper left corner of each frame.
 
-    The last ones of a row and of a column are larger by what does not divide, so every window has at least `side x side`
-    tokens; a frame that is narrower has one window across.
+    The last ones of a row and of a column include the remainder, so every window has at least `side x side` tokens; a narrower
+    frame has one window across.
     """
     frames, rows, columns = (torch.arange(length, device=device) for length in grid)
     _, down, across = _tiles(grid, side)
@@ -108,10 +108,10 @@ def local(scores: Tensor, window: Tensor, count: int, number: int | None = None)
     """
     order = top(scores, len(scores))
     owner = window.to(order.device)[order]
-    # Tokens in order of score, grouped by window: a token's place in its group is its rank there.
+    # Tokens in order of score, grouped by window: a token's position in its group is its rank there.
     by_window = owner.sort(stable=True)
     first = torch.searchsorted(by_window.values, by_window.values)  # where the window's own run begins
     rank = torch.empty_like(order)  # rank of a token within its window
     rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
     quota = -(-count // (int(window.max()) + 1 if number is None else number))
-    return order[(rank >= quota).sort(stable=True).indices[:count]]  # those beyond the quota stand last
+    return order[(rank >= quota).sort(stable=True).indices[:count]]  # tokens beyond the quota come last

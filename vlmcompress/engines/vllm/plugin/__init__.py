@@ -1,22 +1,20 @@
 """A plugin of vLLM that registers an architecture for each family that can be served with its visual tokens reduced.
 
-vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). The families' modules are
-imported by vLLM only when a checkpoint names their architecture, `Vlmcompress` and the original's name (see
-`reduction.block`). A vLLM without this plugin knows no such architecture, as its own model or as one of
-transformers, and refuses the checkpoint by that name.
+vLLM calls `register` in every one of its processes (entry point group `vllm.general_plugins`). vLLM imports a family's module
+only when a checkpoint names its architecture, `Vlmcompress` plus the original name (see `reduction.block`). A vLLM without
+this plugin has no such architecture and refuses the checkpoint by that name.
 
-Where the environment asks for it, `register` also lets vLLM's CPU build compute NVFP4 and experts with packed
-weights, and on a processor without AVX-512 it lets that build read 4-bit weights (`_cpu`).
+If enabled by environment variables, `register` also makes vLLM's CPU build compute NVFP4 and experts with packed weights, and
+on a processor without AVX-512 it makes that build read 4-bit weights (`_cpu`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
-    ARCHITECTURE    name of the architecture that it reduces
-    SIGNALS         fields of `methods.Signals` that it can give a method; "views" where it can leave out whole images
-    VIDEOS          True where videos are served, too; left out otherwise
-    COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image, and that its
+    ARCHITECTURE name of the original architecture SIGNALS fields of `methods.Signals` that it can give a method; "views" where
+    it can leave out whole images VIDEOS True if videos are served as well; left out otherwise COUNTED True where a method
+    within the encoder may keep a number of tokens that depends on the image, and that its
                     pixels say (`_processing.Counting`); left out otherwise
 
-and, under the registered name, vLLM's class of that family with the reducer in it. To add a family, add a file.
+and, under the registered name, a subclass of vLLM's class of that family with the reducer. To add a family, add a file.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = ["SERVED", "register"]
 
 
 def register() -> None:
-    """Make the reduced architectures known to vLLM, and to its CPU build what it has no kernel for.
+    """Register the reduced architectures in vLLM, and replacements for kernels that its CPU build lacks.
 
     May be called any number of times.
     """
@@ -48,8 +46,8 @@ def register() -> None:
         original = SERVED.constant(family, "ARCHITECTURE")
         name, reason = PREFIX + original, refusal(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
-        # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class given as text only when it is
-        # needed.
+        # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class named by a string only when it
+        # is needed.
         ModelRegistry.register_model(name, f"{__name__}.{module}")
         # vllm/model_executor/models/config.py::MODELS_CONFIG_MAP has no function to register in; an entry is a class with two
         # methods.

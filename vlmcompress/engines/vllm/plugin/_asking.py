@@ -1,8 +1,8 @@
-"""Pass the question to methods that look at it: from the prompt to the reducer, and into the names of images in caches.
+"""Pass the question to query-aware methods: from the prompt to the reducer, and into the cache keys of images.
 
 The question is all words of the prompt, or the value of `mm_processor_kwargs: {"query": ...}` in a request, which a server
-takes only with `--trust-request-mm-kwargs` (`vlmcompress serve` adds it for a method that looks at the question). As an
-argument of the processor it is part of vLLM's name for an image, so the same image with another question is another entry.
+accepts only with `--trust-request-mm-kwargs` (`vlmcompress serve` adds it for query-aware methods). As a processor argument it
+is part of an image's cache key, so the same image with another question is another entry.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class AskingProcessor:
     info: Any
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """Process a request as vLLM does. ValueError for a question to a method that does not look at it."""
+        """Process a request as vLLM does. ValueError for a question to a method that is not query-aware."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         if not self.info.reducer.chosen.query_aware:
             if ARGUMENT in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
-        elif inputs.mm_data_items and not self.info.reducer.views:  # there the answer is enough (`_views`)
-            # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, so that an image has a
-            # name for each question.
+        elif inputs.mm_data_items and not self.info.reducer.views:  # those only need the choice (`_views`)
+            # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, so that an image has
+            # a separate key for each question.
             kwargs[ARGUMENT] = self._words(kwargs.get(ARGUMENT, inputs.prompt))
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
     def _words(self, text: Any) -> list[int]:
-        """Token ids of the words in a text, or among token ids."""
+        """Token ids of the words in a text or a list of token ids."""
         if isinstance(text, str):
             text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
         if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
@@ -55,12 +55,12 @@ class AskingProcessor:
 
     @property
     def _placeholder(self) -> int:
-        """Id of the token that stands for an image in the prompt."""
+        """Id of the image placeholder in the prompt."""
         config = self.info.get_hf_config()
         return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main hands its arguments to
-    # transformers' processor, which refuses names that it does not know.
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main passes its arguments to
+    # transformers' processor, which refuses unknown names.
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         kwargs = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
         data = super()._apply_hf_processor_main(mm_items, kwargs)  # type: ignore[misc]
@@ -76,15 +76,16 @@ class AskingProcessor:
 
 
 class AskingModel:
-    """Mixin of a model, put before vLLM's class: keeps the question's embeddings for each image that it encodes."""
+    """Mixin of a model, put before vLLM's class: stores the question's embeddings for each image being encoded."""
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """Encode images as the model does, and keep their questions."""
+        """Encode images as the model does, and store their questions."""
         self._questions = kwargs.pop(FIELD, None)
         return super().embed_multimodal(**kwargs)  # type: ignore[misc]
 
     def question(self, image: int) -> dict[str, Tensor]:
-        """The field `query [q, d]` of `Signals` for an image of those being encoded, if the method looks at the question."""
+        """The field `query [q, d]` of `Signals` for one of the images being encoded; empty unless the method is
+        query-aware."""
         if self._questions is None:
             return {}
         language_model = self.get_language_model()  # type: ignore[attr-defined]
@@ -93,9 +94,9 @@ class AskingModel:
 
 
 def embedded(language_model: Any, ids: Tensor) -> Tensor:
-    """Embed words `ids [n]` that are not part of the step's tokens, without a LoRA adapter's part: `[n, d]`.
+    """Embed words `ids [n]` that are not tokens of the current step, without LoRA adapters: `[n, d]`.
 
-    vLLM's layer with adapters takes its input for the tokens of the step, each with its request's adapter.
+    vLLM's layer with adapters assumes that its input are the step's tokens, each with its request's adapter.
     """
     model = language_model.model
     # vllm/lora/layers/vocab_parallel_embedding.py::VocabParallelEmbeddingWithLoRA.forward indexes adapters by the step's

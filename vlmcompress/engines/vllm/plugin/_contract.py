@@ -1,11 +1,12 @@
-"""All that the plugin reaches into in vLLM: where it is, what it takes, and what it is for.
+"""Everything in vLLM that the plugin depends on: where it is, its parameters, and its purpose.
 
-The versions in `TESTED` were run with it. In a newer one the plugin looks for everything here when it is registered, in vLLM's
-source (`_source`), and what a change breaks is left out or refused with one line that names it; the rest works. `PARTS` groups
-it by what would break: `""` is every reduced checkpoint, a family's name that family, other names are what the text says.
+The versions in `TESTED` were tested. In a newer version the plugin checks everything here in vLLM's source (`_source`) when it
+is registered; features broken by a change are left out or refused with one line that names the change, and the rest works.
+`PARTS` groups the entries by what would break: `""` every reduced checkpoint, a family's name that family, other names a
+feature.
 
-Where vLLM has a public way in, it is taken (`register_model`, `register_linear_kernel`, `register_speculator`,
-`register_processor`, the fields of configs); for the rest there is none in 0.33.
+Public interfaces are used where they exist (`register_model`, `register_linear_kernel`, `register_speculator`,
+`register_processor`, the fields of configs); for the rest 0.33 has none.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from pathlib import Path
 from vlmcompress.engines.vllm.plugin._source import Source, parameters
 
 TESTED = ((0, 32), (0, 33))
-"""The versions of vLLM, from the oldest supported to the newest, that the tests run."""
+"""The tested versions of vLLM, from the oldest supported to the newest."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """One thing of vLLM.
+    """One dependency on vLLM.
 
     Attributes:
-        module: below `vllm`.
-        what: `Class.attribute`, `name`; or with all that it is called with, `Class.method(a, b)`.
-        why: what it is for.
-        ours: vLLM calls our version of it, which takes just these.
+        module: module below `vllm`.
+        what: `Class.attribute`, `name`; or with the arguments of our calls, `Class.method(a, b)`.
+        why: its purpose.
+            ours: whether vLLM calls our override, which takes exactly these arguments.
     """
 
     module: str
@@ -38,7 +39,7 @@ class Reach:
     overridden: bool = False
 
     def fault(self, source: Source) -> str | None:
-        """What is wrong with it there; None: nothing."""
+        """How it differs in this source; None if it does not."""
         name, called, rest = self.what.partition("(")
         definition = source.find(self.module, name)
         where = f"{self.module}.{name}"
@@ -68,7 +69,7 @@ _FORWARD = "forward(input_ids, positions, intermediate_tensors, inputs_embeds)"
 
 
 def _model(module: str, name: str, *parts: str) -> list[Reach]:
-    """A family's class for what is common to all: the mixins before it, `_loading`, `_positions` and `_asking`."""
+    """A family's class, for what all families need: the mixins before it, `_loading`, `_positions` and `_asking`."""
     return [
         *_reaches(
             f"{_MODELS}.{module}",
@@ -591,13 +592,13 @@ PARTS: dict[str, list[Reach]] = {
 
 
 def faults(part: str, folder: Path) -> list[str]:
-    """What a vLLM whose package is in a folder lacks of a part, a line each."""
+    """What is missing for a part in the vLLM whose package is in `folder`, one line each."""
     source = _source(folder)
     return [fault for reach in PARTS[part] if (fault := reach.fault(source))]
 
 
 def broken(*parts: str) -> str | None:
-    """The first line of what the vLLM that is imported here lacks of some parts; None where it is one of `TESTED`."""
+    """The first thing that is missing for some parts in the imported vLLM, in one line; None for versions in `TESTED`."""
     import vllm
 
     if numbers(vllm.__version__) in TESTED:
@@ -607,7 +608,7 @@ def broken(*parts: str) -> str | None:
 
 
 def left_out(part: str) -> bool:
-    """Whether a part can't be had from the vLLM that is imported here, which is then said in its log."""
+    """Whether a part does not work in the imported vLLM, which is then logged."""
     import vllm
     from vllm.logger import init_logger
 
@@ -620,13 +621,13 @@ def left_out(part: str) -> bool:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; empty where it has none, a build of one's own."""
+    """The first two numbers of a version; empty if it has none (custom builds)."""
     parts = version.split(".")[:2]
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def tested(versions: Iterable[tuple[int, ...]] = TESTED) -> str:
-    """Versions in words: `0.32 and 0.33`."""
+    """Versions as text: `0.32 and 0.33`."""
     return " and ".join(".".join(map(str, version)) for version in versions)
 
 

@@ -1,32 +1,31 @@
-"""What vLLM's CPU build has no kernels for: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
+"""Replacements for kernels that vLLM's CPU build lacks: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
 embeddings, FP8 with AMX, floats in blocks.
 
-**Experts with 4-bit weights** where the processor has no AMX: slow, and only when the environment asks for it. vLLM 0.32 has
-kernels for quantized experts on x86 for processors with AMX only. For GPUs it has an emulation that dequantizes them when
-they are loaded and computes with 16-bit weights (`fused_moe/experts/int4_emulation_moe.py`, in Triton). Here the same is done
-for CPUs: vLLM's own class reads config and files and lays the weights out, they are dequantized, and its kernel for
-unquantized experts computes. Memory is that of 16-bit weights: it is a way to check a checkpoint, not to serve one.
+**Experts with 4-bit weights** on processors without AMX: slow, and only if enabled by an environment variable. On x86 vLLM
+0.32 has kernels for quantized experts only with AMX. For GPUs it has an emulation that dequantizes them at load and computes
+with 16-bit weights (`fused_moe/experts/int4_emulation_moe.py`, in Triton). Here the same is done for CPUs: vLLM's own class
+reads config and files and arranges the weights, they are dequantized, and its kernel for unquantized experts computes. Memory
+is that of 16-bit weights, so this is for checking a checkpoint, not for serving it.
 
-**4-bit weights** on a processor without AVX-512: unpacked to 16 bits when they are loaded. The CPU build brings one library
-for each kind of x86 processor, and that for AVX2 alone lacks the kernel of 4-bit weights, `cpu_gemm_wna16` (vLLM 0.32): a
-checkpoint loads, and the first question fails. Here vLLM's own class reads and packs the weights; they are then unpacked into
-a plain matrix. Memory is that of 16-bit weights, answers are those of the checkpoint.
+**4-bit weights** on a processor without AVX-512: unpacked to 16 bits at load. The CPU build has one library per kind of x86
+processor, and the one for AVX2 has no kernel for 4-bit weights, `cpu_gemm_wna16` (vLLM 0.32): a checkpoint loads, and the
+first request fails. Here vLLM's own class reads and packs the weights, which are then unpacked into a plain matrix. Memory is
+that of 16-bit weights; answers do not change.
 
-**Quantized embeddings**: vLLM 0.32 loads them, and looks their rows up by a Triton kernel, which CPUs lack. Here a few lines of
-torch do that, for whoever has a CPU build without Triton.
+**Quantized embeddings**: vLLM 0.32 loads them, but looks up rows with a Triton kernel. Here torch does that, for CPU builds
+without Triton.
 
-**FP8** where the processor has AMX. vLLM 0.32 multiplies by `torch._scaled_mm`. Without AMX torch does that in float32; with
-AMX it gives it to oneDNN, whose kernel for FP8 asks for AMX-FP16 (Granite Rapids), and on others takes a reference that
-computes one product after the other: 18 s for 128 tokens and a matrix of 1024 x 2816, 0.003 s in 16 bits. vLLM 0.33 has a
-kernel of its own for outputs in bfloat16 (`CPUFp8ChannelWiseScaledMMLinearKernel`, whose inputs stay in 16 bits); for the rest
-it still goes there. Here weights become bfloat16 when they are loaded, which FP8 fits into exactly, and so do a product's
-rounded inputs; the result is that of FP8. Memory is that of 16-bit weights.
+**FP8** on processors with AMX. vLLM 0.32 uses `torch._scaled_mm`. Without AMX torch computes it in float32; with AMX it calls
+oneDNN, whose FP8 kernel requires AMX-FP16 (Granite Rapids), and which falls back to a scalar reference on others: 18 s for 128
+tokens and a matrix of 1024 x 2816, compared with 0.003 s in 16 bits. vLLM 0.33 has its own kernel for bfloat16 outputs
+(`CPUFp8ChannelWiseScaledMMLinearKernel`, with 16-bit inputs), but not for others. Here weights are converted to bfloat16 at
+load, which represents FP8 exactly, and so are the rounded inputs; the result is that of FP8. Memory is that of 16-bit weights.
 
-**NVFP4**, to measure accuracy where there is no Blackwell: slow, and only when the environment asks for it. vLLM 0.32 has no
-kernel for NVFP4 on CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats,
-products in 16 bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs, by vLLM's own
-`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM takes Marlin without asking, and refuses. So are kernels
-for **MXFP4** and **MXFP8**, which vLLM asks for in the same way whatever a checkpoint says of its inputs.
+**NVFP4**, to measure accuracy without Blackwell: slow, and only if enabled by an environment variable. vLLM 0.32 has no NVFP4
+kernel for CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats, products in 16
+bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs with vLLM's own
+`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM always selects Marlin, which fails on CPUs. Kernels for
+**MXFP4** and **MXFP8** are registered as well; vLLM selects them regardless of the checkpoint's activation format.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ _registered: set[str] = set()  # kernels
 
 
 def emulate_experts() -> None:
-    """Let vLLM's CPU build compute experts with packed weights where the environment asks for it
-    (`VLMCOMPRESS_EMULATE_EXPERTS=1`)."""
+    """Make vLLM's CPU build compute experts with packed weights, if enabled with `VLMCOMPRESS_EMULATE_EXPERTS=1`."""
     if os.environ.get(EXPERTS_VARIABLE) != "1":
         return
     from vllm.platforms import current_platform
@@ -55,20 +53,19 @@ def emulate_experts() -> None:
     )
 
     module: Any = compressed_tensors_moe_wna16
-    # The module that chooses a method has this name imported. Goes when vLLM's CPU build computes experts of 4 bits without
-    # AMX.
+    # The module that selects a method imports this name. Can go when vLLM's CPU build supports 4-bit experts without AMX.
     module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
     _put.append(True)
 
 
 def _emulated(original: Any) -> Any:
-    """vLLM's class with `original`'s reading of a checkpoint, and 16-bit weights once it is read."""
+    """A subclass of vLLM's `original` that reads a checkpoint as `original` does and then converts weights to 16 bits."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
     def dequantized(layer: Any, name: str, bits: int) -> torch.Tensor:
-        """The weights `[experts, out, in]` that codes, scales and zero points of a layer stand for."""
+        """The dequantized weights `[experts, out, in]` of a layer."""
         packed, scale = getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale")
         experts, rows, groups = scale.shape
         columns = packed.shape[2] * 32 // bits
@@ -84,7 +81,7 @@ def _emulated(original: Any) -> Any:
 
     class Emulated(original):
         def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
-            # Past the class's own __init__, where `select_wna16_moe_backend` raises for a CPU without AMX.
+            # Skips the class's own __init__, where `select_wna16_moe_backend` raises for a CPU without AMX.
             super(original, self).__init__(moe)
             self.weight_quant, self.input_quant = weight_quant, input_quant
             self.symmetric, self.num_bits = weight_quant.symmetric, weight_quant.num_bits
@@ -115,11 +112,11 @@ def _emulated(original: Any) -> Any:
 
 
 KERNEL = "cpu_gemm_wna16"
-BLOCK = 16  # output channels that vLLM's kernel keeps together
+BLOCK = 16  # output channels per block of vLLM's kernel
 
 
 def unpack_on_load() -> None:
-    """Replace vLLM's kernel of 4-bit weights where this processor's library lacks it. May be called any number of times."""
+    """Replace vLLM's kernel for 4-bit weights if this processor's library lacks it. May be called any number of times."""
     from vllm.platforms import CpuArchEnum, current_platform
 
     if not current_platform.is_cpu() or current_platform.get_cpu_architecture() != CpuArchEnum.X86:
@@ -135,7 +132,7 @@ def unpack_on_load() -> None:
 
 
 def replace(kernel: Any) -> None:
-    """Let vLLM's class `CPUWNA16LinearKernel` unpack weights `[in, out]` once they are read, and multiply by them."""
+    """Make vLLM's class `CPUWNA16LinearKernel` unpack weights `[in, out]` after loading, and multiply by them."""
     import torch
     from torch.nn import functional
     from vllm.logger import init_logger
@@ -150,8 +147,8 @@ def replace(kernel: Any) -> None:
             " memory."
         )
         original(self, layer)
-        # vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel has repacked codes for its kernel by
-        # now.
+        # vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel has repacked the codes for its
+        # kernel.
         packed, scales, zeros = self._get_weight_params(layer)[:3]
         packed.data = unpacked(packed.data, scales.data, zeros, self.config.weight_type).t().contiguous()
 
@@ -166,7 +163,7 @@ def replace(kernel: Any) -> None:
 
 
 def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
-    """The matrix `[in, out]` of weights as vLLM's CPU kernel keeps them.
+    """Unpack weights from the layout of vLLM's CPU kernel to a matrix `[in, out]`.
 
     Args: `packed [out / 16, in * 2]`: int32 of eight codes each, blocks of 16 output channels; `scales [groups, out]`;
     `zeros [groups, out / 8]`: packed zero points, or None; `weight_type`: vLLM's type of the codes.
@@ -184,7 +181,7 @@ def unpacked(packed: Any, scales: Any, zeros: Any, weight_type: Any) -> Any:
 
 
 def look_up_packed() -> None:
-    """Let vLLM's CPU build look up rows of a quantized embedding, which it does in Triton alone. May be called again."""
+    """Make vLLM's CPU build look up rows of a quantized embedding without Triton. May be called any number of times."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -194,7 +191,7 @@ def look_up_packed() -> None:
 
     module: Any = compressed_tensors_embedding
     # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_embedding.py::_dequant_gather_triton is
-    # called by this name. Goes when the CPU build brings Triton, or vLLM a lookup without it.
+    # called by this name. Can go when the CPU build includes Triton, or vLLM a lookup without it.
     module._dequant_gather_triton = looked_up
 
 
@@ -213,12 +210,12 @@ def looked_up(ids: Any, packed: Any, scale: Any, width: int, bits: int) -> Any:
 
 
 FP8_PART = "FP8 on CPUs with AMX"
-DISABLED = "VLLM_DISABLED_KERNELS"  # vLLM passes over the kernels of these names
-REFERENCE = ("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel")  # by torch._scaled_mm
+DISABLED = "VLLM_DISABLED_KERNELS"  # names of kernels that vLLM skips
+REFERENCE = ("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel")  # torch._scaled_mm
 
 
 def multiply_fp8() -> None:
-    """Register a kernel for FP8 in the place of those that end in oneDNN's reference on this processor, where they do, once."""
+    """If FP8 products would use oneDNN's reference on this processor, register another kernel instead of those; only once."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or not takes_reference() or FP8_PART in _registered or left_out(FP8_PART):
@@ -228,25 +225,25 @@ def multiply_fp8() -> None:
 
     _registered.add(FP8_PART)
     register_linear_kernel(fp8_kernel(), PlatformEnum.CPU, "fp8")
-    # vllm/model_executor/kernels/linear/__init__.py::is_supported_and_can_implement_kernel passes over kernels of these names,
-    # and tries registered ones last. Goes with vLLM 0.32 where outputs are bfloat16.
+    # vllm/model_executor/kernels/linear/__init__.py::is_supported_and_can_implement_kernel skips kernels with these names, and
+    # tries registered ones last. For bfloat16 outputs this can go with vLLM 0.32.
     os.environ[DISABLED] = ",".join(filter(None, (os.environ.get(DISABLED), *REFERENCE)))
 
 
 def takes_reference() -> bool:
-    """Whether torch gives FP8 products to oneDNN on this processor, and that has no kernel for them."""
+    """Whether torch uses oneDNN for FP8 products on this processor, without a fast kernel."""
     import torch
 
     return bool(torch.cpu._is_amx_tile_supported() and not torch.cpu._is_amx_fp16_supported())
 
 
 def fp8_kernel() -> Any:
-    """A kernel of vLLM's for FP8 weights with a scale for each output or for all, and inputs rounded to FP8."""
+    """A vLLM kernel class for FP8 weights with a scale per output or per matrix, and inputs rounded to FP8."""
     import torch
     from vllm.logger import init_logger
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
 
-    # "Kernel" is in the name, as vLLM logs it and `scripts/gpu/engine/probe.py` finds kernels by that word.
+    # The name contains "Kernel", as vLLM logs it and `scripts/gpu/engine/probe.py` searches for that word.
     class Fp8In16BitsLinearKernel(TorchFP8ScaledMMLinearKernel):
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
@@ -264,11 +261,11 @@ def fp8_kernel() -> Any:
             weight.data = weight.data.to(torch.bfloat16)
 
         # vllm/model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py::FP8ScaledMMLinearKernel.apply_weights rounds
-        # inputs before it calls this.
+        # inputs before calling this.
         def apply_scaled_mm(
             self, *, A: Any, B: Any, out_dtype: Any, As: Any, Bs: Any, bias: Any, output_shape: list
         ) -> torch.Tensor:
-            wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # float16 has no room for the sums
+            wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # the sums would overflow float16
             products = torch.nn.functional.linear(A.to(wide), B.t().to(wide)).float()
             products = products * As.reshape(-1, 1) * Bs.reshape(1, -1)
             return (products if bias is None else products + bias).to(out_dtype).view(*output_shape)
@@ -280,10 +277,10 @@ NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_
 
 
 def emulate_floats() -> None:
-    """Register kernels for CPUs that undo floats in blocks before each product, where the environment asks for them, once.
+    """Register CPU kernels that dequantize floats in blocks before each product, if enabled; only once.
 
-    For NVFP4 (`VLMCOMPRESS_EMULATE_NVFP4=1`) and MXFP8 (`VLMCOMPRESS_EMULATE_MX=1`) vLLM's own, of which that for MXFP8 leaves
-    inputs in 16 bits; for MXFP4, where vLLM's needs a package of AMD's, `_mxfp4_kernel`.
+    For NVFP4 (`VLMCOMPRESS_EMULATE_NVFP4=1`) and MXFP8 (`VLMCOMPRESS_EMULATE_MX=1`) vLLM's own kernels, of which the one for
+    MXFP8 keeps inputs in 16 bits; for MXFP4, where vLLM's needs an AMD package, `_mxfp4_kernel`.
     """
     chosen = {variable for variable in (NVFP4_VARIABLE, MX_VARIABLE) if os.environ.get(variable) == "1"} - _registered
     _registered.update(chosen)
@@ -304,7 +301,7 @@ def emulate_floats() -> None:
 
 
 def _mxfp4_kernel() -> type:
-    """A kernel of vLLM's for MXFP4 with MXFP4 inputs: both are undone, and multiplied in 16 bits."""
+    """A vLLM kernel class for MXFP4 weights and inputs: both are dequantized, and multiplied in 16 bits."""
     import torch
     from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic

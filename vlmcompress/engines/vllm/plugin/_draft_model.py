@@ -13,10 +13,10 @@ from vlmcompress.utils.errors import UserError
 
 
 class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
-    """The head; `image` is what is added to each row, `[rows, hidden]`, or None. Our proposer sets it (`_draft_proposer`)."""
+    """The head; `image`, `[rows, hidden]` or None, is added to the rows. Our proposer sets it (`_draft_proposer`)."""
 
     # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model leaves embeddings out without it.
-    supports_multimodal_embeddings = True  # so that vLLM hands embeddings over, and not ids
+    supports_multimodal_embeddings = True  # so that vLLM passes embeddings instead of ids
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -38,6 +38,6 @@ class VlmcompressEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
     ) -> Tensor:
-        """Embeddings `[n, hidden]` of tokens, of which an image's own are taken from elsewhere."""
+        """Embeddings `[n, hidden]` of tokens, with placeholders replaced by the images' embeddings."""
         embeds = super().embed_input_ids(input_ids)
         return embeds if self.image is None else embeds + self.image[: len(embeds)]

@@ -16,12 +16,12 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vlmcompress.export import draft_images
 
 KEPT = 4096
-"""Images whose vectors are kept, for requests that find them in the prefix cache."""
+"""Number of images whose vectors are cached, for requests that find them in the prefix cache."""
 
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image of a request: its tokens `[start, end)` of the sequence, and its name in the cache of encoded images."""
+    """An image of a request: its tokens `[start, end)` in the sequence, and its key in the cache of encoded images."""
 
     start: int
     end: int
@@ -29,7 +29,7 @@ class PromptImage:
 
 
 def prompt_images(features: Sequence[Any]) -> list[PromptImage]:
-    """A request's images and videos whose tokens stand in one run, in order."""
+    """A request's images and videos with contiguous tokens, in order."""
     places = [(feature.mm_position, feature.identifier) for feature in features if feature.modality != "audio"]
     images = [PromptImage(p.offset, p.offset + p.length, name) for p, name in places if p.is_embed is None]
     return sorted(images, key=lambda image: image.start)
@@ -37,7 +37,8 @@ def prompt_images(features: Sequence[Any]) -> list[PromptImage]:
 
 @dataclass
 class Rows:
-    """Rows of an image: embeddings and hidden states `[k, d]`, positions, and in which token of the sequence each is kept."""
+    """Rows of an image: embeddings and hidden states `[k, d]`, positions, and the token of the sequence at which each is
+    stored."""
 
     embeds: Tensor
     hidden: Tensor
@@ -45,19 +46,19 @@ class Rows:
     places: Tensor
 
     def last(self, count: int) -> Rows:
-        """The last `count` rows: the keys of those before stay what they are in the cache."""
+        """The last `count` rows; keys of earlier ones in the cache do not change."""
         cut = len(self.embeds) - count
         return Rows(*(value[cut:] for value in (self.embeds, self.hidden, self.positions, self.places)))
 
 
 @dataclass
 class Part:
-    """What a request has in a step.
+    """A request's part of a step.
 
     Attributes:
-        pieces: in order, ranges of the target's rows in this step, and rows of images.
-        short: how many tokens shorter the sequence is for the draft.
-        gone: blocks of the cache that are left out, as first and number.
+        pieces: ranges of the target's rows in this step and rows of images, in order.
+        short: number of tokens by which the sequence is shorter for the draft.
+            gone: dropped blocks of the cache, as first and number.
     """
 
     pieces: list[range | Rows] = field(default_factory=list)
@@ -67,9 +68,9 @@ class Part:
 
 @dataclass
 class Unfinished:
-    """What the target gave of an image of n tokens so far: hidden states `[n, d]` and positions `[n]`, zero until it does.
+    """The target's results so far for an image of n tokens: hidden states `[n, d]` and positions `[n]`, zero if missing.
 
-    `first` is the first of its tokens that was computed: those before it lie in blocks of the prefix cache.
+    `first` is the first computed token: earlier ones are in the prefix cache.
     """
 
     states: Tensor
@@ -87,11 +88,13 @@ class Proposer(EagleProposer):
         config = self.draft_model_config.hf_config
         sees_images = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
         self.images = draft_images.read_draft_images(vars(config) if sees_images else {})
-        self._unfinished: dict[tuple[str, int], Unfinished] = {}  # by a request's name and an image's first token
-        self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()  # an image's name -> its vector, its tokens
+        self._unfinished: dict[tuple[str, int], Unfinished] = {}  # (request id, image's first token) -> state
+        self._vectors: OrderedDict[str, tuple[Tensor, int]] = (
+            OrderedDict()
+        )  # an image's key -> its vector, number of tokens
         self._lists: tuple[Any, Tensor] = None, torch.empty(0)
-        self._images_rows: list[tuple[int, Rows]] = []  # of this step, and the row at which each begins
-        self._owners: Tensor = torch.empty(0)  # of each row of this step the request's number
+        self._images_rows: list[tuple[int, Rows]] = []  # images of this step, with the row at which each begins
+        self._owners: Tensor = torch.empty(0)  # index of the request of each row of this step
 
     def set_inputs_first_pass(
         self,
@@ -103,7 +106,7 @@ class Proposer(EagleProposer):
         cad: CommonAttentionMetadata,
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        """Fill the buffers as vLLM does, then let images have the rows that the draft gives them."""
+        """Fill the buffers as vLLM does, then replace images' rows by the draft's own."""
         # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.set_inputs_first_pass shifts ids by one and fills
         # `input_ids`, `positions` and `hidden_states`, which are rearranged below.
         count, sampled, cad = super().set_inputs_first_pass(
@@ -130,19 +133,19 @@ class Proposer(EagleProposer):
             self._set_image(torch.stack([self._vector(name) for name in names]))
         return count, sampled, cad
 
-    # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.prepare_next_token_ids_padded, whose backup token
-    # is the prompt's last. Goes when it takes the token after what is computed.
+    # Fixes vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.prepare_next_token_ids_padded, whose backup token
+    # is the prompt's last. Can go when it uses the next token after the computed ones.
     def _continue_prompts(self, names: Sequence[str], starts: Sequence[int]) -> None:
-        """Give the last row of a prompt that this step leaves unfinished the token that follows there."""
+        """For prompts that this step does not finish, give the last row the next token of the prompt."""
         for name, first, stop in zip(names, starts[:-1], starts[1:], strict=True):
             request = self.runner.requests[name]
-            # The runner counts a step's tokens as computed only after it, so this is the step's first row plus its length.
+            # The runner adds a step's tokens to the computed ones only afterwards, so this is the position after this step.
             end = request.num_computed_tokens + stop - first
             if end < request.num_prompt_tokens:
                 self.input_ids[stop - 1] = request.get_token_id(end)
 
     def _part(self, name: str, first: int, stop: int, cad: CommonAttentionMetadata, number: int) -> Part:
-        """What request `number` has in this step, whose rows of the target are `[first, stop)`."""
+        """The part of request `number` in this step, whose target rows are `[first, stop)`."""
         request = self.runner.requests[name]
         begin = at = request.num_computed_tokens
         end, part = begin + stop - first, Part()
@@ -156,7 +159,7 @@ class Proposer(EagleProposer):
                 continue
             inside = range(max(image.start, begin), min(image.end, end))
             if self.images.vector:
-                self._note_vector(image)  # all of it is encoded, though this step may end within it
+                self._note_vector(image)  # the whole image is encoded, even if this step ends within it
             if self.images.rows == "hidden":
                 continue
             if image.start > at:
@@ -174,13 +177,13 @@ class Proposer(EagleProposer):
             at = inside.stop
         if at < end:
             part.pieces.append(range(first + at - begin, stop))
-        if not part.pieces:  # the step ends within an image: a row that nothing is read from
+        if not part.pieces:  # the step ends within an image: an unused row
             part.pieces.append(range(stop - 1, stop))
             part.short -= 1
         return part
 
     def _whole(self, image: PromptImage, inside: range, rows: range) -> Rows:
-        """All rows of an image that this step has, where they are."""
+        """All rows of an image in this step, at their original places."""
         features = self._features(image)[inside.start - image.start : inside.stop - image.start]
         window = slice(rows.start, rows.stop)
         places = torch.arange(inside.start, inside.stop)
@@ -189,7 +192,7 @@ class Proposer(EagleProposer):
         )
 
     def _note(self, name: str, image: PromptImage, inside: range, rows: range) -> Unfinished:
-        """Note what this step has of an image whose rows are written when all of it is there; returns what there is."""
+        """Store this step's results of an image whose rows are written once it is complete; returns the results so far."""
         key, count = (name, image.start), image.end - image.start
         if key not in self._unfinished:
             alive = self.runner.requests
@@ -203,7 +206,7 @@ class Proposer(EagleProposer):
         return noted
 
     def _reduced(self, name: str, image: PromptImage, inside: range, rows: range, dropped: int) -> Rows:
-        """The rows that are left of an image, which this step completes; without those that lie in the prefix cache."""
+        """The remaining rows of an image that this step completes, without those in the prefix cache."""
         noted = self._note(name, image, inside, rows)
         del self._unfinished[name, image.start]
         features, block = self._features(image), self.block_size
@@ -218,18 +221,18 @@ class Proposer(EagleProposer):
         return every.last(int((places >= noted.first).sum()))
 
     def _features(self, image: PromptImage) -> Tensor:
-        """The rows `[n, hidden]` that the target's decoder got; further channels of the encoder are not for a draft."""
-        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.encoder_cache has an image until no request needs it for the
+        """The rows `[n, hidden]` that the target's decoder got, without further channels of the encoder's output."""
+        # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.encoder_cache holds an image as long as a request needs it for the
         # target.
         encoded = self.runner.encoder_cache.get(image.name)
-        if encoded is None:  # never seen; a draft may guess badly, and nothing else
+        if encoded is None:  # not observed so far; only the draft's guesses would suffer
             return self.hidden_states.new_zeros(image.end - image.start, self.hidden_size)
         return encoded[:, : self.hidden_size].to(self.dtype)
 
     def _laid_out(
         self, parts: Sequence[Part], starts: Sequence[int], sampled: Tensor, cad: CommonAttentionMetadata
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        """Put the rows of all parts into the buffers; returns their number, those to sample from, and the metadata."""
+        """Put the rows of all parts into the buffers; returns their number, the rows to sample from, and the metadata."""
         spare = self.max_num_tokens - sum(len(p) for part in parts for p in part.pieces if isinstance(p, range))
         source, target, ends, slots, total = list[int](), list[int](), [0], list[Tensor](), 0
         for number, part in enumerate(parts):
@@ -239,7 +242,7 @@ class Proposer(EagleProposer):
                     target += range(total, total + len(piece))
                     total += len(piece)
                     continue
-                piece = piece.last(min(len(piece.embeds), spare))  # what has no room in this step is not written
+                piece = piece.last(min(len(piece.embeds), spare))  # rows without room in this step are not written
                 spare -= len(piece.embeds)
                 self._images_rows.append((total, piece))
                 blocks, places = cad.block_table_tensor[number], piece.places.to(self.device)
@@ -247,7 +250,7 @@ class Proposer(EagleProposer):
                 total += len(piece.embeds)
             ends.append(total)
         source_rows, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
-        # A row's slot in the cache: rows of text keep theirs, rows of images are computed from their places.
+        # Slots in the cache: text rows keep theirs, those of image rows are computed from their places.
         slot_mapping = cad.slot_mapping.new_empty(total)
         slot_mapping[put] = cad.slot_mapping[source_rows]
         ids, positions, hidden = (
@@ -262,29 +265,28 @@ class Proposer(EagleProposer):
             self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
             slot_mapping[window] = own_slots
         loc = torch.tensor(ends, dtype=cad.query_start_loc_cpu.dtype)
-        # Each request's last row moves by as many rows as the requests before it lost or won.
+        # Each request's last row moves by the number of rows added to or removed from it and earlier requests.
         moved = torch.tensor([after - before for after, before in zip(ends[1:], starts[1:], strict=True)])
         short = torch.tensor([part.short for part in parts], dtype=torch.int32)
         upper = cad.seq_lens_cpu_upper_bound
         changed = cad.replace(
             query_start_loc=loc.to(self.device),
             query_start_loc_cpu=loc,
-            # The draft's cache lacks what is left out of images, so its attention reads so much less.
+            # The draft's sequence is shorter by the dropped image tokens.
             seq_lens=cad.seq_lens - short.to(self.device),
             seq_lens_cpu_upper_bound=None if upper is None else upper - short,
             num_actual_tokens=total,
             max_query_len=int(loc.diff().max()),
             block_table_tensor=self._listed(parts, cad.block_table_tensor),
             slot_mapping=slot_mapping,
-            # vllm/v1/attention/backend.py::CommonAttentionMetadata computes these from the fields above when asked the first
-            # time.
+            # vllm/v1/attention/backend.py::CommonAttentionMetadata computes these from the fields above on first access.
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
         return total, sampled + moved.to(sampled), changed
 
     def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
-        """The lists of blocks `[requests, n]` without those that are left out."""
+        """The block tables `[requests, n]` without dropped blocks."""
         key = blocks.shape, tuple(tuple(part.dropped_blocks) for part in parts)
         if self._lists[0] != key:
             columns = np.tile(np.arange(blocks.shape[1]), (len(parts), 1))
@@ -292,13 +294,13 @@ class Proposer(EagleProposer):
                 kept = np.delete(row, [first + n for first, count in part.dropped_blocks for n in range(count)])
                 row[: len(kept)] = kept
             self._lists = key, torch.from_numpy(columns).to(self.device)
-        # A new tensor: the runner's own table of blocks stays the target's.
+        # A new tensor: the runner's own block table belongs to the target.
         return blocks.gather(1, self._lists[1])
 
     def build_model_inputs_first_pass(
         self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: Any
     ) -> tuple[dict[str, Any], int]:
-        """The inputs as vLLM makes them, with the images' rows and vectors in them."""
+        """vLLM's inputs with the images' rows and vectors inserted."""
         if self.images.plain:
             return super().build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)
         image = self._set_image(None)
@@ -311,12 +313,12 @@ class Proposer(EagleProposer):
         return inputs, size
 
     def _set_image(self, image: Tensor | None) -> Tensor | None:
-        """Set what the model adds to the embeddings of its requests, and return what it added until now."""
+        """Set the tensor that the model adds to embeddings, and return the previous one."""
         before, self.model.image = self.model.image, image
         return before
 
     def _note_vector(self, image: PromptImage) -> None:
-        """Keep the vector of an image that is encoded."""
+        """Cache the vector of an encoded image."""
         features = self._features(image)
         mean = draft_images.mean_feature(features).to(self.dtype)
         self._vectors[image.name] = self.model.model.image_vector(mean), len(features)
@@ -325,7 +327,7 @@ class Proposer(EagleProposer):
             self._vectors.popitem(last=False)
 
     def _vector(self, name: str) -> Tensor:
-        """The vector `[hidden]` of a request's images so far; zero where none is known."""
+        """The vector `[hidden]` of a request's images so far; zero if there is none."""
         images = prompt_images(self.runner.requests[name].mm_features)
         vectors = [self._vectors[image.name] for image in images if image.name in self._vectors]
         if not vectors:
@@ -341,9 +343,9 @@ class Proposer(EagleProposer):
         input_batch_size: int,
         block_size: int,
     ) -> Tensor:
-        """Positions and slots of the next drafted token: the slot after the sequence, whatever its position is."""
-        # Mends vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer._update_positions_dependent_metadata, which
-        # takes the slot from the position (vllm #54498). Goes when it takes it from `seq_lens`.
+        """Positions and slots of the next drafted token: the slot after the sequence, independent of its position."""
+        # Fixes vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer._update_positions_dependent_metadata, which
+        # derives the slot from the position (vllm #54498). Can go when it uses `seq_lens`.
         update = super()._update_positions_dependent_metadata
         if self.images.plain and not self.vllm_config.model_config.uses_mrope:
             return update(positions, common_attn_metadata, batch_size, input_batch_size, block_size)

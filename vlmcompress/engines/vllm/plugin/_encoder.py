@@ -1,8 +1,8 @@
 """Encoders in vLLM: signals from CLIP towers, and merging of a tower's rows.
 
-Signals and merging work whatever kernel a tower's attention runs.
+Both work with any attention kernel.
 
-vLLM builds the tower up to the layer whose output is used, so that one is the last. Where heads are spread over several
+vLLM builds the tower only up to the layer whose output is used, so that is its last layer. If heads are split over several
 devices, each device gets the signals of all heads.
 """
 
@@ -26,10 +26,10 @@ from vlmcompress.reduction.support import strategy
 
 
 class Scan:
-    """Listens to attention, for the attention of CLS, the first token, and the patches' keys."""
+    """Records the attention of CLS, the first token, and the patches' keys."""
 
     def __init__(self, layers: nn.ModuleList, shallow: int | None = None):
-        """Listen to the last layer and, for the signal `windowed`, to the layer of number `shallow`."""
+        """Record the last layer and, for the signal `windowed`, layer `shallow`."""
         if shallow is not None and shallow >= len(layers):
             raise ValueError(
                 f"shallow={shallow} is none of the {len(layers)} layers that run (from 0); choose a lower one"
@@ -53,7 +53,7 @@ class Scan:
 
 
 class EncoderMerging:
-    """Merges rows between attention and MLP of each layer, down to an exact count of each image."""
+    """Merges rows between attention and MLP of each layer, down to an exact count per image."""
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         """
@@ -66,8 +66,8 @@ class EncoderMerging:
         assert joint is not None
         for number, layer in enumerate(layers):
             # vllm/model_executor/models/clip.py::CLIPAttention (and Siglip's, Idefics2's, InternS1's) calls `attn(query, key,
-            # value)`, which has no bias in vllm/model_executor/layers/attention/mm_encoder_attention.py::MMEncoderAttention.
-            # Goes when it has one.
+            # value)`, and vllm/model_executor/layers/attention/mm_encoder_attention.py::MMEncoderAttention supports no bias.
+            # Can go when it does.
             attention: Any = layer.get_submodule(joint[0])
             attention.attn = _Proportional(attention, self)
             layer.get_submodule(joint[1]).register_forward_pre_hook(functools.partial(self._join, number))
@@ -75,7 +75,7 @@ class EncoderMerging:
     def begin(self, grids: Sequence[Grid], device: Any, counts: Sequence[int] | None = None) -> Merger:
         """Prepare for a run of the tower on images of these grids; return the merger that will hold their reductions.
 
-        `counts`: number of tokens that each image keeps, where the method leaves that open.
+        `counts`: number of tokens that each image keeps, for methods with adaptive counts.
         """
         chosen, aside = self._reducer.chosen, int(strategy(self._config) == "default")
         side = block(self._config)
@@ -88,29 +88,29 @@ class EncoderMerging:
         return self._merger.bias(dtype)
 
     def listen(self, keys: Tensor, heads: int) -> None:
-        """Note the keys `[images, rows, heads * d]` of the attention that runs."""
+        """Store the keys `[images, rows, heads * d]` of the running attention."""
         self._keys, self._heads = keys, heads
 
     def _join(self, number: int, module: nn.Module, args: tuple[Tensor]) -> None:
-        """Merge rows before the norm after attention, in place, as the layer adds the MLP's rows to the same tensor."""
+        """Merge rows before the norm after attention, in place, as the layer adds the MLP's output to the same tensor."""
         assert self._merger is not None
-        # vllm/model_executor/models/clip.py::CLIPEncoderLayer.forward keeps this tensor as the residual of its MLP.
+        # vllm/model_executor/models/clip.py::CLIPEncoderLayer.forward uses this tensor as the residual of its MLP.
         args[0].data = self._merger.merge(number, args[0].data, self._keys, self._heads)
 
 
 class TileMerging(EncoderMerging):
-    """Merges the tokens of tiles of one size; after the last layer each of a tile's patches gets its row back."""
+    """Merges the tokens of tiles of one size; after the last layer rows are expanded to all patches of a tile."""
 
     def __init__(self, layers: nn.ModuleList, reducer: ServedReducer, config: Any):
         super().__init__(layers, reducer, config)
-        self.counts: list[int] | None = None  # of the tiles of the next run; None where the method decides them
+        self.counts: list[int] | None = None  # counts for the tiles of the next run; None if the method decides
         self._reductions: Iterator[Reduction] = iter(())
         layers[0].register_forward_pre_hook(self._start)
         layers[-1].register_forward_hook(self._spread)
 
     def take(self, tiles: int) -> Reduction:
-        """What to keep of the next `tiles` tiles of the latest run: of tokens that have become one, all equal, one."""
-        # After `_spread` each patch of a merged token has the same row, so one of them, the anchor, stands for all.
+        """The reduction of the next `tiles` tiles of the latest run, which keeps one of each set of merged (equal) tokens."""
+        # After `_spread` all patches of a merged token have the same row, so only its anchor is kept.
         parts = [next(self._reductions) for _ in range(tiles)]
         return Reduction.concat([Reduction.keep(reduction.anchor, len(reduction.target)) for reduction in parts])
 
@@ -124,7 +124,7 @@ class TileMerging(EncoderMerging):
 
 
 class _Proportional(nn.Module):
-    """Kernel of an attention module in which keys count by their size."""
+    """Attention kernel with keys weighted by their size."""
 
     def __init__(self, attention: Any, merging: EncoderMerging):
         super().__init__()
@@ -176,5 +176,5 @@ def all_heads(rows: Tensor, devices: int) -> Tensor:
 
 
 def mean_of_all(mean: Tensor, devices: int) -> Tensor:
-    """Average over `devices` each one's mean over its own heads: the mean over all heads."""
+    """Average the devices' means over their own heads to the mean over all heads."""
     return mean if devices == 1 else tensor_model_parallel_all_reduce(mean.contiguous()) / devices

@@ -34,8 +34,8 @@ def kept(layout: Layout, reducer: ServedReducer) -> int:
 class LlavaInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
-    # vllm/model_executor/models/llava.py::LlavaProcessingInfo.get_num_image_tokens is what the family's processor writes
-    # placeholders by, and what memory is measured with.
+    # vllm/model_executor/models/llava.py::LlavaProcessingInfo.get_num_image_tokens determines the placeholders of the family's
+    # processor and the memory profile.
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Number of placeholders of an image in the prompt."""
         return kept(self.layout(image_width, image_height), self.reducer)
@@ -70,7 +70,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         self._spec = _spec(vllm_config.model_config.hf_config.model_type)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image: all 0, as places come with its rows; text goes on where it does without a reducer."""
+        """Positions of an image: all 0, as places are added with its rows; text continues at its unreduced position."""
         height, width = self._size(feature.data)
         return np.zeros((DIMS, feature.mm_position.length), np.int64), self._layout(height, width).tokens
 
@@ -88,12 +88,12 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         sizes: Iterable[tuple[int, int]],
         signals: Callable[[int], dict[str, Any]] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Reduce each image; returns the rows that are left, with their places.
+        """Reduce each image; returns the remaining rows with their places.
 
         Args:
             images: rows `[n, d]` of each image, after the projector.
             sizes: height and width of each image.
-            signals: function that gives the encoder's signals for image number i, whose tokens are one grid.
+            signals: function that returns the encoder's signals for image i, whose tokens form one grid.
         """
         every, tiles = list(images), []
         for number, (rows, size) in enumerate(zip(every, sizes, strict=True)):
@@ -108,7 +108,8 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
     def _reductions(
         self, images: Sequence[tuple[Tensor, Iterable[tuple[Grid, Sequence[int]]], dict[str, Any]]]
     ) -> list[Reduction]:
-        """Reduce images of `rows [n, d]`, grids, each of which names its rows by number, and signals; all tiles at once."""
+        """Reduce all tiles of images together. Each image: `rows [n, d]`, grids with the indices of their rows, and
+        signals."""
         units: list[list[Unit]] = []
         tiles: list[dict[str, Any]] = []
         for rows, grids, signals in images:
@@ -130,7 +131,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
 
     # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Numbers of tokens in encoder and projector, which get the full image."""
+        """Numbers of tokens in encoder and projector, which process the full image."""
         if mm_kwargs is not None:
             num_mm_embeds = self._layout(*self._size(mm_kwargs)).tokens
         return super().get_mm_lora_token_counts(  # type: ignore[misc]

@@ -1,20 +1,20 @@
-"""Check the config of a reduced checkpoint when vLLM loads it, and give the model M-RoPE's machinery.
+"""Check the config of a reduced checkpoint when vLLM loads it, and make the model use M-RoPE's interface.
 
-Kept tokens keep the positions that they have without a reducer. vLLM counts positions up by itself unless a model uses
-M-RoPE; then it asks the model for three rows of them. A family with plain RoPE says that it uses M-RoPE, gives three equal
-rows and passes one on to its language model, whose RoPE stays what it is.
+Kept tokens keep their unreduced positions. vLLM numbers positions consecutively unless a model uses M-RoPE; then it gets three
+rows of positions from the model. A family with plain RoPE declares that it uses M-RoPE, returns three equal rows and passes
+one of them to its language model, whose RoPE does not change.
 
-vLLM knows by an architecture's name what to set in the config of some models (for Qwen3.5 the type of the recurrent state,
-which the checkpoint names). Under the reduced name the same is done.
+vLLM adjusts the config of some architectures by name (for Qwen3.5 the dtype of the recurrent state, which the checkpoint
+specifies). The same is done for the reduced name.
 
-`ResumableProcessor` and `ResumableModel` keep the images of requests that vLLM preempts and resumes. Where the prefix cache
-covers an image, vLLM 0.32 leaves out of what it sends to the workers all fields of the image but those that stay on the CPU
-(`strip_covered_mm_data`). If the request is preempted later and its blocks are evicted, the image has to be encoded after all,
-and the runner (the CPU's and the first of the two for GPUs) has only what it was sent at first: the engine ends with "Encoder
-cache miss", without a reducer, too. So here every field stays on the CPU, and the model fetches the pixels itself.
+`ResumableProcessor` and `ResumableModel` preserve the images of requests that vLLM preempts and resumes. If the prefix cache
+covers an image, vLLM 0.32 sends workers only those of its fields that stay on the CPU (`strip_covered_mm_data`). If the
+request is later preempted and its blocks are evicted, the image has to be encoded after all, and the runner (the CPU's and the
+first one for GPUs) has only the fields sent at first: the engine ends with "Encoder cache miss", also without a reducer. So
+here every field stays on the CPU, and the model moves the pixels itself.
 
-`Unsupported` stands in for a family in a vLLM that is too old, or that lacks something that the plugin reaches into
-(`_contract`); loading a reduced checkpoint says which.
+`Unsupported` replaces a family's class in a vLLM that is too old or lacks something that the plugin depends on (`_contract`);
+loading a reduced checkpoint then reports what.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Loading:
     """vLLM's hook on configs of an architecture (`MODELS_CONFIG_MAP`).
 
     Attributes:
-        original: vLLM's own hook on configs of the architecture that is reduced, where it has one.
-        refusal: why checkpoints of the architecture can't be served in this vLLM; None: they can.
+        original: vLLM's own hook for the original architecture, if there is one.
+        refusal: why checkpoints of the architecture cannot be served in this vLLM; None if they can.
     """
 
     original: Any = None
     refusal: str | None = None
 
-    # vllm/config/model.py::ModelConfig._try_verify_and_update_model_config calls it before anything is loaded: the first place
-    # where a checkpoint can be refused in one line.
+    # vllm/config/model.py::ModelConfig._try_verify_and_update_model_config calls this before anything is loaded: the first
+    # place to refuse a checkpoint in one line.
     def verify_and_update_model_config(self, model_config: ModelConfig) -> None:
         """Raise ValueError, which ends the engine's start with one line, unless the checkpoint can be served."""
         import vllm
@@ -78,16 +78,16 @@ class Loading:
         if self.original is not None:
             self.original.verify_and_update_model_config(model_config)
 
-    # vllm/config/vllm.py::VllmConfig.try_verify_and_update_config looks hooks up by architecture, and would pass the original's
-    # by.
+    # vllm/config/vllm.py::VllmConfig.try_verify_and_update_config looks up hooks by architecture, so the original's would be
+    # skipped.
     def verify_and_update_config(self, vllm_config: VllmConfig) -> None:
-        """Do what vLLM does for the original architecture once the whole config is known."""
+        """Apply vLLM's hook for the original architecture to the complete config."""
         if self.original is not None:
             self.original.verify_and_update_config(vllm_config)
 
 
 def sent(data: Any, device: torch.device) -> Tensor:
-    """A tensor of main memory, or numbers for one, on a device, by way of pinned memory: the host goes on meanwhile."""
+    """Copy a tensor in main memory, or numbers, to a device asynchronously, through pinned memory."""
     from vllm.utils.platform_utils import is_pin_memory_available
 
     tensor = torch.as_tensor(data)
@@ -96,14 +96,14 @@ def sent(data: Any, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if is_pin_memory_available() else tensor).to(device, non_blocking=True)
 
 
-PIXELS = "pixel_"  # how the names of fields begin that the encoder computes with
+PIXELS = "pixel_"  # prefix of the names of the encoder's input fields
 
 
 class ResumableProcessor:
     """Mixin of a multimodal processor, put before vLLM's class: every field stays on the CPU."""
 
-    # vllm/multimodal/utils.py::strip_covered_mm_data keeps fields with `keep_on_cpu`. Goes when vLLM sends the whole image
-    # again to a resumed request.
+    # vllm/multimodal/utils.py::strip_covered_mm_data keeps fields with `keep_on_cpu`. Can go when vLLM resends the whole image
+    # for a resumed request.
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         parent: Any = super()
         fields = parent._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
@@ -114,10 +114,10 @@ class ResumableProcessor:
 
 
 class ResumableModel:
-    """Mixin of a model, put before vLLM's class: fetches the pixels itself."""
+    """Mixin of a model, put before vLLM's class: moves the pixels to the device itself."""
 
-    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder moves fields to the device but those that stay on
-    # the CPU, so that the model has to.
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder moves only fields without `keep_on_cpu` to the
+    # device, so the model has to move these.
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode as the model does, with the pixels moved to its device."""
         parent: Any = super()
@@ -128,7 +128,7 @@ class ResumableModel:
 
 
 def refusal(family: str) -> str | None:
-    """Why the vLLM that is imported here does not serve reduced checkpoints of a family; None: it does."""
+    """Why the imported vLLM does not serve reduced checkpoints of a family; None if it does."""
     import vllm
 
     reason = f"this is vLLM {vllm.__version__}"
@@ -144,10 +144,10 @@ def refusal(family: str) -> str | None:
 
 
 class Unsupported(nn.Module):
-    """A class with the method names of a language model, which raises an error when it is made."""
+    """A class with the method names of a language model that raises an error when it is instantiated."""
 
-    # vllm/model_executor/models/registry.py::_ModelRegistry inspects the class without making it, and takes one with these
-    # methods for a language model; the error comes when it is made.
+    # vllm/model_executor/models/registry.py::_ModelRegistry inspects the class without instantiating it, and classifies one
+    # with these methods as a language model.
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -1,7 +1,7 @@
-"""Medusa heads in vLLM 0.32. vLLM 0.33 has no Medusa any more: this file goes with the support of 0.32.
+"""A fix for Medusa heads in vLLM 0.32. vLLM 0.33 has removed Medusa: this file can go when support for 0.32 ends.
 
-The table of the tokens that its heads can guess becomes a parameter, of which the check of what was loaded knows nothing:
-"weights were not initialized from checkpoint: {'token_map'}".
+The table of the heads' tokens becomes a parameter that vLLM's check of loaded weights does not expect: "weights were not
+initialized from checkpoint: {'token_map'}".
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from vlmcompress.engines.vllm.plugin._mended import MODELS, when_imported
 
 
 def register() -> None:
-    """Mend it once vLLM's module is imported, which 0.33 does not have."""
+    """Apply the fix once vLLM's module, which 0.33 does not have, is imported."""
     when_imported(f"{MODELS}.medusa", _count_table)
 
 
 def _count_table(module: Any) -> None:
-    """Count the table of guessable tokens among what was loaded, and have it where the heads are."""
-    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading complains of the table.
+    """Count the token table as loaded, and move it to the heads' device."""
+    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading raises because of the table.
     load = module.Medusa.load_weights
 
     def load_weights(self: Any, weights: Any) -> set[str]:

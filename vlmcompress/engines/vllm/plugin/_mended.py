@@ -1,10 +1,10 @@
-"""Faults of vLLM 0.32 and 0.33 that are fixed, each once the module that has it is imported.
+"""Fixes for bugs of vLLM 0.32 and 0.33, each applied when the affected module is imported.
 
-**n-grams.** numba searches them, and its pool of threads, when it starts, sets OpenMP's number of threads to that of the
-machine's cores, whatever `OMP_NUM_THREADS` says. Where one of these is busy, all small products of a CPU wait for it.
+**n-grams.** numba searches them, and when its thread pool starts it sets OpenMP's number of threads to the number of cores,
+ignoring `OMP_NUM_THREADS`. If a core is busy, all small products on the CPU then wait for it.
 
-**LLaVA-OneVision's videos.** Where those of a step have different numbers of frames, each one's rows come as `[1, n, d]`, and
-the engine ends: "Expected multimodal embeddings to be a sequence of 2D tensors".
+**LLaVA-OneVision's videos.** If the videos of a step have different numbers of frames, their rows are `[1, n, d]`, and the
+engine fails: "Expected multimodal embeddings to be a sequence of 2D tensors".
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from vlmcompress.engines.vllm.plugin._contract import left_out
 
 NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 MODELS = "vllm.model_executor.models"
-_patched: set[str] = set()  # modules, or those that will be when they are imported
+_patched: set[str] = set()  # modules that are patched now or on import
 
 
 def register() -> None:
-    """Mend them all. May be called any number of times."""
+    """Apply all fixes. May be called any number of times."""
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
 
 
 def when_imported(name: str, mend: Callable[[Any], None], part: str | None = None) -> None:
-    """Call `mend` once with a module, now or when it is imported, which takes seconds and is needed in workers alone.
+    """Call `mend` once with a module, now or when it is imported, as importing takes seconds and only workers need it.
 
-    `part`: what it reaches into (`_contract`); where that is broken it is left out.
+    `part`: its part of `_contract`; if that is broken, `mend` is not called.
     """
     if name in _patched:
         return
@@ -47,13 +47,13 @@ def when_imported(name: str, mend: Callable[[Any], None], part: str | None = Non
 
 
 class _Finder(MetaPathFinder):
-    """Mends a module when it is imported."""
+    """Import hook that calls `mend` after a module is imported."""
 
     def __init__(self, name: str, mend: Callable[[Any], None]):
         self.name, self.mend = name, mend
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, with a loader that does so."""
+        """The module's spec, with a loader that then calls `mend`."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
@@ -70,11 +70,11 @@ class _Finder(MetaPathFinder):
 
 
 def _keep_threads(module: Any) -> None:
-    """Start numba's pool now, and set the number of threads back to what it was."""
+    """Start numba's thread pool now, and restore the number of threads."""
     import torch
 
     threads = torch.get_num_threads()
-    # vllm/v1/spec_decode/ngram_proposer.py imports it from numba. Goes when vLLM keeps torch's threads, or numba does.
+    # vllm/v1/spec_decode/ngram_proposer.py imports it from numba. Can go when vLLM or numba preserve torch's threads.
     module.get_num_threads()  # numba's, which starts its pool
     torch._C.set_num_threads(threads)  # in the place of torch.set_num_threads vLLM has put a warning
 

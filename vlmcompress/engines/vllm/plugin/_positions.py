@@ -1,14 +1,13 @@
-"""Give kept tokens the positions that they have without a reducer, whatever is cached and however a prompt is cut.
+"""Give kept tokens their unreduced positions, with any caching and chunking of prompts.
 
-The kept tokens of an image are known when its encoder has run, but vLLM asks for positions before. So positions come in two
-parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the position
-at which its image begins, and gives text the position after the full grid, so what is generated goes on from there;
-the encoder's output carries each row's place within its image, in further channels that nobody else sees. A cached
-encoder output, a chunk that cuts an image in two and a prompt whose image is in the prefix cache need nothing more.
+The kept tokens of an image are known only after its encoder has run, but vLLM needs positions earlier. So positions have two
+parts that are added just before the language model runs: `get_mrope_input_positions` gives every kept token the first position
+of its image, and gives text after it the position after the full grid, from which generation continues; the encoder's output
+has each row's place within its image in additional channels, which are removed again. This also works for cached encoder
+outputs, for chunks that split an image, and for images in the prefix cache.
 
-vLLM has a hook of its own for this (`recompute_mrope_positions`, for pruned videos), which the CPU runner never calls and
-which sees no embeddings of what is cached. Its models pass deepstack features from `embed_input_ids` to `forward` in the
-way that is used here.
+vLLM's own hook for this (`recompute_mrope_positions`, for pruned videos) is never called by the CPU runner and does not see
+embeddings of cached images. vLLM's models pass deepstack features from `embed_input_ids` to `forward` in the same way as here.
 
 Families with plain RoPE run through vLLM's M-RoPE path with three equal rows of positions; their RoPE tables are lengthened.
 """
@@ -27,7 +26,7 @@ from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
 # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions and v1/worker/gpu/mm/rope.py::RopeState keep three
-# rows of positions a request.
+# rows of positions per request.
 DIMS = 3
 DIGITS = 3
 CHANNELS = DIMS * DIGITS
@@ -38,7 +37,7 @@ LIMIT = BASE**DIGITS
 def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
     """Append `places [k, 3]`, whole numbers from 0 to 2^24 - 1, to `rows [k, d]` in nine channels, exact in every dtype.
 
-    `most`: what no place is above; None: they are looked at, for which the host waits.
+    `most`: an upper bound of all places; None: it is computed, which synchronizes with the device.
     """
     if most is None and len(places):
         most = LIMIT if int(places.min()) < 0 else int(places.max())
@@ -46,7 +45,7 @@ def pack(rows: Tensor, places: Tensor, most: int | None = None) -> Tensor:
         raise ValueError(
             f"a token's place within its image is beyond {LIMIT - 1:,}; use smaller images or shorter videos"
         )
-    # [k, 3 coordinates, 3 digits]; vLLM casts the encoder's output to the model's type, whatever it holds.
+    # [k, 3 coordinates, 3 digits]; vLLM casts the whole encoder output to the model's dtype.
     digits = torch.stack([places // BASE**power % BASE for power in range(DIGITS)], -1).flatten(1)
     return torch.cat([rows, digits.to(rows)], 1)
 
@@ -58,7 +57,7 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class OriginalPositions(ResumableModel):
-    """Mixin put before one of vLLM's M-RoPE models, whose encoder output must be `pack`ed and text config have M-RoPE."""
+    """Mixin put before one of vLLM's M-RoPE models; the encoder output must be `pack`ed, and the text config have M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         reducer = ServedReducer.of(vllm_config.model_config.hf_config)
@@ -66,11 +65,9 @@ class OriginalPositions(ResumableModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
         config = vllm_config.model_config.hf_config
-        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model tells a draft the placeholder by this name
-        # but for architectures in a list of names, and ours are in none. Goes when vLLM reads `image_token_id` first.
-        if not hasattr(
-            config, "image_token_index"
-        ):  # a draft is told the placeholder by this name, but for names vLLM has
+        # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.load_model reads a draft's placeholder id under this
+        # name, except for architectures in a list, which does not include ours. Can go when vLLM reads `image_token_id` first.
+        if not hasattr(config, "image_token_index"):  # the name under which vLLM reads a draft's placeholder id
             config.image_token_index = config.image_token_id
         # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner makes `mrope_positions` of max_num_batched_tokens + 1 columns.
         # Allocated once, as a CUDA graph replays fixed addresses. As wide as the runner's own.
@@ -81,20 +78,20 @@ class OriginalPositions(ResumableModel):
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions `[3, length]` of the tokens `feature.mm_position` of an image before their places are added.
 
-        They count from the image's first position as 0. The second result is the position of the text after the image.
+        Positions are relative to the image's first one. The second result is the position of the text after the image.
         """
         raise NotImplementedError
 
-    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions asks once a request, before any encoder has run,
-    # and never again: hence positions in two parts. Goes when vLLM asks anew after the encoder on every runner.
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions calls this once per request, before any encoder
+    # has run: hence positions in two parts. Can go when vLLM calls it again after the encoder on every runner.
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Positions `[3, len(input_tokens)]` of a prompt, and the number to add to the index of a generated token."""
         parts, done, base = [], 0, 0
         for feature in sorted(mm_features, key=lambda feature: feature.mm_position.offset):
             text = feature.mm_position.offset - done
-            # The extent is that of the whole grid, max(t, h, w), as in transformers' `get_rope_index`, whatever is kept.
+            # The extent is always that of the whole grid, max(t, h, w), as in transformers' `get_rope_index`.
             places, extent = self.span(feature)
-            # Text counts on from the position after the image before it; an image's tokens all begin at its first position.
+            # Text continues after the image before it; all tokens of an image have its first position here.
             parts += [_text(text, base), places + base + text]
             base += text + extent
             done += text + feature.mm_position.length
@@ -102,8 +99,8 @@ class OriginalPositions(ResumableModel):
         parts.append(_text(rest, base))
         return torch.from_numpy(np.concatenate(parts, 1)), base + rest - len(input_tokens)
 
-    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._gather_mm_embeddings cuts each cached row range of the step out of the
-    # encoder's output, whatever its width: places travel with their rows as deepstack's channels do in Qwen3-VL.
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._gather_mm_embeddings takes each row range of the step from the cached
+    # encoder output, of any width: places stay with their rows like deepstack's channels in Qwen3-VL.
     def embed_input_ids(
         self,
         input_ids: Tensor,
@@ -111,7 +108,7 @@ class OriginalPositions(ResumableModel):
         *,
         is_multimodal: Tensor | None = None,
     ) -> Tensor:
-        """Embed as the model does, without the channels of places, which are kept for `forward`."""
+        """Embed as the model does, without the channels of places, which are stored for `forward`."""
         self._places.zero_()
         pairs = [unpack(packed) for packed in multimodal_embeddings or ()]
         rows = [rows for rows, _ in pairs]
@@ -132,7 +129,7 @@ class OriginalPositions(ResumableModel):
     ) -> Any:
         """Run the model with the places of this step's tokens added to `positions [3, s]`."""
         tokens = positions.shape[-1]
-        # Into one buffer, as a CUDA graph replays the addresses it was recorded with.
+        # Into a fixed buffer, as a CUDA graph replays recorded addresses.
         whole = torch.add(positions, self._places[:, :tokens], out=self._positions[:, :tokens])
         return super().forward(input_ids, whole, intermediate_tensors, inputs_embeds, **kwargs)  # type: ignore[misc]
 
@@ -142,14 +139,14 @@ def _text(tokens: int, start: int) -> np.ndarray:
 
 
 def _check(config: Any, reducer: ServedReducer) -> None:
-    """Raise ValueError for settings under which the model would run without the places of the tokens."""
+    """Raise ValueError for settings under which the model would run without the tokens' places."""
     from vllm.platforms import current_platform
 
     speculative = config.speculative_config
     text_config = config.model_config.hf_config.get_text_config()
     recurrent = "linear_attention" in (getattr(text_config, "layer_types", None) or ())  # Gated DeltaNets
     for wrong, text in (
-        # Later stages get no embeddings, so `embed_input_ids` leaves no places there.
+        # Later stages get no embeddings, so they have no places.
         (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism; use tensor parallelism"),
         # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner with microbatches runs two forwards after one `embed_input_ids`.
         (config.parallel_config.use_ubatching, "microbatches; leave out --enable-dbo"),
@@ -160,15 +157,15 @@ def _check(config: Any, reducer: ServedReducer) -> None:
             "speculative decoding by a draft model; use a head that `vlmcompress draft` trains, or the method ngram",
         ),
         (
-            # vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py::_spec_forward looks for a sequence's last inputs where
-            # they are after a step with all drafts that may be made. N-grams and suffixes propose fewer, or none: the engine
-            # ends with tensors that do not fit, or answers from other inputs. Goes when it counts the drafts of a step.
+            # vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py::_spec_forward assumes that every step has the maximum
+            # number of drafts when it locates a sequence's last inputs. N-grams and suffixes may propose fewer: the engine
+            # then fails with mismatching tensors, or reads wrong inputs. Can go when it uses a step's actual number of drafts.
             speculative is not None and recurrent and current_platform.is_cpu(),
             "speculative decoding on vLLM's CPU build where states are recurrent, which it then gets wrong, without a reducer, "
             "too; leave out --speculative-config",
         ),
         (
-            # In this mode each device encodes other images, and the merger holds one list of reductions for all.
+            # In this mode each device encodes different images, but the merger has one list of reductions.
             config.model_config.multimodal_config.mm_encoder_tp_mode == "data" and reducer.merges,
             "--mm-encoder-tp-mode data where tokens merge within the encoder; leave it out",
         ),
@@ -178,10 +175,10 @@ def _check(config: Any, reducer: ServedReducer) -> None:
 
 
 class PlainRope:
-    """Mixin put before one of vLLM's models with plain RoPE; mixins before it give positions in three equal rows."""
+    """Mixin put before one of vLLM's models with plain RoPE; earlier mixins provide three equal rows of positions."""
 
     # vllm/model_executor/models/interfaces.py::SupportsMRoPE is recognized by this attribute; with `mrope_section` in the
-    # config (`_loading`) the runner then makes three rows for a model that has one.
+    # config (`_loading`) the runner then allocates three rows of positions.
     supports_mrope = True
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -201,25 +198,25 @@ class PlainRope:
 
 
 def make_room(language_model: nn.Module, config: Any) -> None:
-    """Lengthen RoPE's tables to the last position that a token may have, as far beyond the longest prompt as an answer goes.
+    """Lengthen RoPE's tables to the last possible position: the longest prompt plus the longest answer.
 
-    A server that only encodes has no language model, and needs none. ValueError for a model without RoPE.
+    Does nothing for a server that only encodes and has no language model. Raises ValueError for a model without RoPE.
     """
     if config.multimodal_config.mm_encoder_only:
         return
     needed = longest_prompt(config) + config.max_model_len
     ropes = [module for module in language_model.modules() if isinstance(module, RotaryEmbeddingBase)]
     if not ropes:
-        raise ValueError("the language model's positions are not RoPE's, so kept tokens cannot keep theirs")
-    # vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbeddingBase makes a table of `max_position_embeddings` rows
-    # at most, as its own prompts end there; positions of kept tokens go beyond.
+        raise ValueError("the language model does not use RoPE, so kept tokens cannot keep their positions")
+    # vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbeddingBase creates a table of at most
+    # `max_position_embeddings` rows; positions of kept tokens exceed it.
     for rope in ropes:  # usually one, shared by all layers
         if len(rope.cos_sin_cache) < needed:
             rope.cos_sin_cache = lengthened(rope._compute_cos_sin_cache(), needed).to(rope.cos_sin_cache)
 
 
 def longest_prompt(config: Any) -> int:
-    """The most tokens that a prompt may have before its images are reduced: the positions that the language model knows."""
+    """The most tokens of a prompt before reduction: the number of positions of the language model."""
     return max(config.max_model_len, getattr(config.hf_text_config, "max_position_embeddings", 0))
 
 
@@ -228,7 +225,7 @@ def lengthened(table: Tensor, rows: int) -> Tensor:
 
     Row p + n follows from rows p and n by the sums of angles; all are multiples of one scale, which scaled RoPE may have.
     """
-    # Each doubling multiplies rounding; float64 keeps the result exact to float32's last bits over ten of them.
+    # Each doubling amplifies rounding errors; in float64 the result is still accurate to float32 after ten of them.
     wide = table.double()
     scale = wide[0, : table.shape[1] // 2]  # cosines of 0
     while len(wide) < rows:

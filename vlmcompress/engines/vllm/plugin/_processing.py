@@ -1,8 +1,8 @@
-"""Mixins of vLLM's multimodal processors and of the objects that tell them about the model; put before vLLM's classes.
+"""Mixins of vLLM's multimodal processors and processing infos, put before vLLM's classes.
 
 `Counting` is for counts that depend on the image: the processor computes them from pixels, so that the prompt has as many
-placeholders. They go with the image, as its field `kept_tokens`, to the encoder, which merges to exactly that many tokens,
-whatever type the pixels have by then.
+placeholders. They are passed with the image, as its field `kept_tokens`, to the encoder, which merges to exactly that many
+tokens, independent of the pixels' dtype there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
 @dataclasses.dataclass
 class Placeholders(PromptUpdateDetails):
-    """Placeholders of an image or a video in the prompt, and the number of positions that they take up there."""
+    """Placeholders of an image or a video in the prompt, and the number of positions that they take up."""
 
     positions: int = 0
 
 
 class ReducedInfo:
-    """Mixin of a `BaseProcessingInfo` that gives the reducer."""
+    """Mixin of a `BaseProcessingInfo` with the reducer."""
 
     @functools.cached_property
     def reducer(self) -> ServedReducer:
@@ -39,23 +39,24 @@ class ReducedInfo:
 
 
 class ReducedProcessor(ResumableProcessor):
-    """Mixin of a `BaseMultiModalProcessor`: fewer placeholders in the prompt, and names in caches that include the reducer.
+    """Mixin of a `BaseMultiModalProcessor`: fewer placeholders in the prompt, and cache keys that include the reducer.
 
-    vLLM names an image by its content, the model and the processor's arguments. Within an engine that is enough, for it has
-    one reducer; a store that outlives the engine may know the folder with another one.
+    vLLM's key for an image consists of its content, the model and the processor's arguments. That is sufficient within one
+    engine, which has one reducer, but not for a store that outlives the engine, as the same folder may later have another
+    reducer.
     """
 
     info: Any
 
-    # vllm/multimodal/parse.py::EmbeddingItems come past the processor, which could not shorten their placeholders.
+    # vllm/multimodal/parse.py::EmbeddingItems bypass the processor, which could not shorten their placeholders.
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images."""
         if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
             raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor writes as many placeholders as these updates say. Goes
-    # when vLLM takes counts of tokens from a model for each image.
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor writes the placeholders of these updates. Can go when
+    # vLLM gets token counts per image from the model.
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
@@ -69,11 +70,11 @@ class ReducedProcessor(ResumableProcessor):
         return [dataclasses.replace(update, replacement=shorter(update)) for update in updates]
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        """Shorten vLLM's `update` to the placeholders of item `number` of its modality that are left."""
+        """Shorten vLLM's `update` to the remaining placeholders of item `number` of its modality."""
         raise NotImplementedError
 
-    # vllm/v1/engine/input_processor.py::InputProcessor compares the shortened prompt with the context; nobody but us compares
-    # positions, which end where the full prompt's do.
+    # vllm/v1/engine/input_processor.py::InputProcessor compares the shortened prompt with the context length; positions, which
+    # end like the full prompt's, are only checked here.
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Any]:
         """Update the prompt as vLLM does. ValueError, answered with status 400, if positions exceed those of the model."""
         tokens, placeholders = super()._maybe_apply_prompt_updates(mm_items, mm_res)  # type: ignore[misc]
@@ -87,8 +88,8 @@ class ReducedProcessor(ResumableProcessor):
             )
         return tokens, placeholders
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._get_mm_hashes names an image by model id, content and
-    # processor arguments; caches that outlive the engine (KV connectors) would mix reducers at one path.
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._get_mm_hashes uses model id, content and processor
+    # arguments; caches that outlive the engine (KV connectors) would mix up reducers at one path.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         mark = self.info.reducer.fingerprint
@@ -101,21 +102,20 @@ FIELD = "kept_tokens"
 class CountedInfo:
     """Mixin of a processing info, put before the family's class."""
 
-    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image where this returns None, to reserve
-    # memory.
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image to reserve memory if this returns None.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
-        """Return the highest count, as the blank images that vLLM would try may have few tokens."""
+        """Return the highest count, as vLLM's blank images may have few tokens."""
         info: Any = self
         return {"image": info.reducer.counter.buckets[-1]} if info.reducer.counter else None
 
 
 class Counting:
-    """Mixin of a processor whose pictures are `pixel_values [pictures, 3, height, width]`: counts that of each."""
+    """Mixin of a processor with `pixel_values [pictures, 3, height, width]`: computes the count of each picture."""
 
     info: Any
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._postprocess_hf_mm_data is the last step with pixels of
-    # all images before fields are shared out and placeholders written.
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._postprocess_hf_mm_data is the last step with the pixels
+    # of all images before fields are split and placeholders written.
     def _postprocess_hf_mm_data(self, mm_inputs: Any, hf_processor_mm_kwargs: Any, processed_data: Any) -> Any:
         parent: Any = super()
         data = parent._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)
@@ -132,13 +132,13 @@ class Counting:
         return {**fields, FIELD: self._field(hf_inputs)}
 
     def _field(self, hf_inputs: Any) -> Any:
-        """How the counts are split among images: one each."""
+        """The field that splits counts by image: one each."""
         # On the CPU: the count is read there (`counts_of`), and `strip_covered_mm_data` leaves it in for positions.
         return MultiModalFieldConfig.batched("image", keep_on_cpu=True)
 
 
 class CountedProcessor(Counting):
-    """Mixin of a processor whose images are a picture each, put before the family's class."""
+    """Mixin of a processor with one picture per image, put before the family's class."""
 
     def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> Sequence[Any]:
         if self.info.reducer.counter is None:
@@ -153,6 +153,6 @@ class CountedProcessor(Counting):
 
 
 def counts_of(kwargs: dict[str, Any]) -> list[int] | None:
-    """Take the counts out of a model's multimodal arguments and return them; None where there are none."""
+    """Remove the counts from a model's multimodal arguments and return them; None if there are none."""
     counts = kwargs.pop(FIELD, None)
     return None if counts is None else [int(count) for part in counts for count in torch.as_tensor(part).flatten()]

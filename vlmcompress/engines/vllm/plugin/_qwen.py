@@ -20,7 +20,7 @@ from vlmcompress.reduction.methods import Grid
 
 
 def grid_of(patches: Iterable[int], config: Any) -> Grid:
-    """The grid of an image's or a video's tokens, from that of its patches."""
+    """The grid of an image's or a video's tokens, from the grid of its patches."""
     t, h, w = (int(side) for side in patches)
     side = config.vision_config.spatial_merge_size
     return t, h // side, w // side
@@ -35,7 +35,7 @@ def pace_of(item: Any, modality: str, config: Any) -> float:
 
 
 def _rate(config: Any) -> float:
-    """Number of positions in a second of video; 1 for each pair of frames where a family does not count seconds."""
+    """Number of positions in a second of video; 1 per pair of frames in families that do not count seconds."""
     return getattr(config.vision_config, "tokens_per_second", 1.0)
 
 
@@ -53,7 +53,7 @@ def extent(grid: Grid, pace: float) -> int:
 
 
 def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove our own of a request's arguments of the processor, the question and which images stay."""
+    """A request's processor arguments without our own: the question and the choice of images."""
     return {name: value for name, value in arguments.items() if name not in (ARGUMENT, FIELD)}
 
 
@@ -61,15 +61,15 @@ class QwenInfo(ReducedInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """Return vLLM's limits, without videos where the question decides."""
+        """Return vLLM's limits, without videos for query-aware methods."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
         return {**limits, "video": 0} if self.reducer.chosen.query_aware else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]
 
-    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLProcessingInfo._get_vision_info is asked for every count of tokens, also of
-    # the largest image that memory is measured with.
+    # vllm/model_executor/models/qwen2_vl.py::Qwen2VLProcessingInfo._get_vision_info is used for every token count, including
+    # that of the largest image in the memory profile.
     def _get_vision_info(self, **arguments: Any) -> tuple[Any, int]:
         size, tokens = super()._get_vision_info(**arguments)  # type: ignore[misc]
         vision = self.get_hf_config().vision_config  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         return self._placeholders(full, grid, pace_of(item, update.modality, config))
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Select from the `full` placeholders of an image or a video those that are left with the reducer."""
+        """Select from the `full` placeholders of an image or a video those that remain after the reducer."""
         return Placeholders(full[: self.info.reducer.count(grid)], positions=extent(grid, pace))
 
 
@@ -118,7 +118,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
 
     # vllm/model_executor/models/qwen2_vl.py::Qwen2VLForConditionalGeneration._process_image_input returns rows of each image,
-    # in order; `embed_multimodal` hands them on to the encoder's cache as they are.
+    # in order; `embed_multimodal` passes them unchanged to the encoder cache.
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
@@ -136,7 +136,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         )
 
     def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
-        """Reduce the tokens `rows [n, d]` of one image or video; returns those left with their places."""
+        """Reduce the tokens `rows [n, d]` of one image or video; returns the remaining ones with their places."""
         # vllm/model_executor/models/qwen3_vl.py::Qwen3_VisionTransformer.forward appends deepstack's levels as channels.
         features = rows[:, : self.config.get_text_config().hidden_size]  # after them those of deepstack
         result = self.reducer.reduce(grid, features, **signals)
@@ -149,16 +149,16 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))
 
-    # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager runs the tower itself and skips `_process_image_input`. Goes
-    # when it calls the model's own method for what comes after the tower.
+    # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager runs the tower itself and skips `_process_image_input`. Can
+    # go when it calls the model's own method for the steps after the tower.
     def get_encoder_cudagraph_config(self) -> Any:
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
-    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder takes the tokens of the tower from the
-    # placeholders, which are fewer than the tower computes.
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder derives the tower's number of tokens from the
+    # placeholders, which are fewer.
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Numbers of tokens in encoder and projector, which get the full image."""
+        """Numbers of tokens in encoder and projector, which process the full image."""
         if mm_kwargs is not None:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
         return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)

@@ -1,7 +1,7 @@
-"""Shared code of Qwen3-VL and Qwen3.5: a video's timestamps stay between what is left of its frames.
+"""Shared code of Qwen3-VL and Qwen3.5: a video's timestamps stay between the remaining tokens of its frames.
 
-The number of tokens that each frame keeps, and so the place of its timestamp, is not known when the prompt is made. The
-prompt has one run of placeholders for all of a video, text and marks included, which the encoder's output fills.
+The number of tokens that each frame keeps, and so the position of its timestamp, is not known when the prompt is built. The
+prompt has one run of placeholders for the whole video, including text and marks, which the encoder's output fills.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from vlmcompress.reduction.methods import Grid
 class Qwen3Info(QwenInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
-    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLProcessingInfo.get_max_video_tokens leaves out the tokens of timestamps.
+    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLProcessingInfo.get_max_video_tokens does not count the tokens of
+    # timestamps.
     def get_max_video_tokens(self, seq_len: int, mm_counts: Any) -> int:
-        """The most tokens of a video, timestamps included."""
+        """The most tokens of a video, including timestamps."""
         parent: Any = super()
         tokens, video = parent.get_max_video_tokens(seq_len, mm_counts), parent.get_video_processor()
         mark = parent.get_tokenizer().encode("<99999.9 seconds>", add_special_tokens=False)
@@ -40,7 +41,7 @@ class Qwen3Processor(ViewsProcessor, QwenProcessor, Qwen3VLMultiModalProcessor):
     """vLLM's processor of all these families, with a placeholder for each kept token."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Keep an image's first placeholders; a video has one for each of its tokens, text included."""
+        """Keep an image's first placeholders; a video has one for each of its tokens, including text."""
         if isinstance(full, list):
             return super()._placeholders(full, grid, pace)
         visual = self.info.get_hf_config().video_token_id
@@ -59,7 +60,7 @@ class ReducedQwen3(ReducedQwen):
     _tokenizer: Any
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image or video: all its tokens, text between frames included, begin at its first position."""
+        """Positions of an image or video: all its tokens, including text between frames, have its first position."""
         starts, end = super().span(feature)
         if feature.modality == "video":
             grid = grid_of(feature.data["video_grid_thw"].data, self.config)
@@ -75,11 +76,11 @@ class ReducedQwen3(ReducedQwen):
         )
 
     def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
-        """Reduce a video's tokens `rows [n, d]`; returns those left, between marks and `times` of its frames, with places."""
+        """Reduce a video's tokens `rows [n, d]`; returns the remaining ones between marks and `times` of its frames, with
+        places."""
         kept, where = unpack(self.reduced(rows, grid))
         config, frame = self.config, where[:, 0]
-        # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl is what writes a video in the
-        # prompt.
+        # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl writes a video in the prompt.
         ids = Qwen3VLMultiModalProcessor.get_video_repl(
             tokens_per_frame=frame.bincount(minlength=grid[0]).tolist(),
             timestamps=times,
@@ -90,7 +91,7 @@ class ReducedQwen3(ReducedQwen):
         ).full
         tokens = torch.tensor(ids, device=rows.device)
         visual, starts = tokens == config.video_token_id, tokens == config.vision_start_token_id
-        # A text token stands one after the last text token or, after a frame, where that one's longer side ends.
+        # A text token's position follows the text token before it or, after a frame, the end of the frame's longer side.
         text = (~visual).cumsum(0)
         places = text - 1 + (starts.cumsum(0) - starts.long()) * max(grid[1:])
         places = places[:, None].repeat(1, DIMS)

@@ -1,4 +1,4 @@
-"""The reducer of the checkpoint that is served: how many tokens an image keeps, and which."""
+"""The reducer of the served checkpoint: how many tokens an image keeps, and which."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _READ = ("architectures", "model_type", reducer_block.KEY)
 
 @dataclass(frozen=True)
 class ServedReducer:
-    """A method with its options, as the config of a model that vLLM loads carries it.
+    """A method with its options, from the config of a model that vLLM loads.
 
-    `counter`: computes from an image's pixels how many tokens stay, for a method whose count depends on the image.
+    `counter`: computes from an image's pixels how many tokens it keeps, for methods with adaptive counts.
     """
 
     chosen: ReducerChoice
@@ -37,7 +37,7 @@ class ServedReducer:
 
     @staticmethod
     def of(hf_config: Any) -> ServedReducer:
-        """Read the reducer that a config carries. UserError if there is none, it is not right, or vLLM cannot serve it."""
+        """Read the reducer of a config. Raises UserError if there is none, it is invalid, or vLLM cannot serve it."""
         config = {name: value for name in _READ if (value := getattr(hf_config, name, None)) is not None}
         carried = reducer_block.read_reducer(config)
         if carried is None:
@@ -61,13 +61,13 @@ class ServedReducer:
 
     @property
     def views(self) -> bool:
-        """Whether the method chooses among a request's images, before the encoder; one that stays is whole."""
+        """Whether the method chooses among a request's images before the encoder; chosen images are not reduced."""
         return chooses_images(self.chosen.module)
 
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the most where that depends on the image or the request.
+        """Number of tokens that an image keeps, or the maximum if that depends on the image or the request.
 
-        Within the encoder each frame of a video is an image.
+        For methods within the encoder each frame of a video is an image.
         """
         if self.views:
             return math.prod(grid)
@@ -82,7 +82,7 @@ class ServedReducer:
         return hasattr(self.chosen.module, "merge")
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
-        """Decide the reduction of one image. Nothing here waits for the device, so values are not looked at.
+        """Decide the reduction of one image, without synchronizing with the device, so values are not checked.
 
         Args:
             grid: grid of the image's tokens.
@@ -92,14 +92,14 @@ class ServedReducer:
         return self.reduce_all([{"grid": grid, "features": features, **signals}])[0]
 
     def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
-        """Decide the reductions of several images, for each of which there are the arguments of `reduce`."""
-        # A look for NaN would make the host wait for the encoder, and vLLM prepares the next step meanwhile.
+        """Decide the reductions of several images, given the arguments of `reduce` for each."""
+        # A check for NaN would make the host wait for the encoder, while vLLM could prepare the next step.
         signals = [Signals(**image, finite=True) for image in images]
-        if self.views:  # it was decided before, and these images stay
+        if self.views:  # decided before the encoder: these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
         return methods.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen characters that differ between reducers, for keys of caches of encoded images."""
+        """Sixteen characters that identify the reducer, for cache keys of encoded images."""
         return json_digest([__version__, self.chosen.plain(), self.counter and self.counter.plain()])[:16]

@@ -1,6 +1,6 @@
-"""vLLM's source, read without importing it: is a class, an attribute or a function there, and what does it take?
+"""Read vLLM's source without importing it: whether a class, an attribute or a function exists, and its parameters.
 
-Importing vLLM's models takes seconds in each of its processes, and looks for devices; a file is parsed in hundredths of one.
+Importing vLLM's models takes seconds in each process and looks for devices; parsing a file takes hundredths of a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PACKAGE = "vllm"
 
 @dataclass(frozen=True)
 class Parameters:
-    """Names of a function's parameters but `self` and `cls`. `required` have no default; `rest`: it takes any others, too."""
+    """Names of a function's parameters except `self` and `cls`. `required`: without default; `rest`: accepts any others."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -31,10 +31,10 @@ class Source:
         self._files: dict[str, Path | None] = {}
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """The definition of `Class.method`, `Class.attribute` or `name`, with its module; None: there is none.
+        """The definition of `Class.method`, `Class.attribute` or `name`, with its module; None if there is none.
 
-        A name that a module imports from another is looked up there, what a class lacks in the classes that it is made of. An
-        attribute is what a class's body names, or a method sets as `self.attribute`, or registers as a buffer.
+        Imported names are looked up in their module, inherited members in the base classes. An attribute is a name in the
+        class body, or one that a method sets as `self.attribute` or registers as a buffer.
         """
         first, _, rest = name.partition(".")
         definition = self._top(module, first)
@@ -49,7 +49,7 @@ class Source:
                 inside = _absolute(module, node, self._is_package(module))
                 in_package = inside.startswith(f"{PACKAGE}.")
                 for alias in node.names:
-                    if name == (alias.asname or alias.name):  # what is another package's is there
+                    if name == (alias.asname or alias.name):  # names of other packages are assumed to exist
                         return (
                             self._top(inside.removeprefix(f"{PACKAGE}."), alias.name) if in_package else (module, node)
                         )
@@ -96,7 +96,7 @@ class Source:
 
 
 def parameters(node: ast.AST) -> Parameters | None:
-    """What a function takes, or a class when it is made, which has to say so itself; None: it is neither."""
+    """The parameters of a function, or of a class's own `__init__` or fields; None for anything else."""
     if isinstance(node, ast.ClassDef):
         inits = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
         node = next(inits, node)
@@ -113,7 +113,7 @@ def parameters(node: ast.AST) -> Parameters | None:
 
 
 def _statements(node: ast.AST | None) -> Iterator[ast.stmt]:
-    """The statements of a module or a class, with those within `if` and `try`."""
+    """The statements of a module or a class, including those within `if` and `try`."""
     for part in getattr(node, "body", ()):
         yield part
         if isinstance(part, ast.If | ast.Try):
@@ -132,7 +132,7 @@ def _named(node: ast.AST) -> set[str]:
 
 
 def _set_on_self(node: ast.AST) -> set[str]:
-    """The attributes that a statement within a method sets, or the buffer that it registers."""
+    """The attributes that a statement in a method sets, or the buffer that it registers."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     names = {part.attr for target in targets for part in ast.walk(target) if _of_self(part)}  # type: ignore[attr-defined]
     if isinstance(node, ast.Call) and _of_self(node.func) and node.func.attr == "register_buffer":  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def _of_self(node: ast.AST) -> bool:
 
 
 def _absolute(module: str, node: ast.ImportFrom, package: bool) -> str:
-    """The whole name of the module that an import names, relative or not."""
+    """The full name of an imported module, for absolute and relative imports."""
     if not node.level:
         return node.module or ""
     parts = [PACKAGE, *module.split(".")]

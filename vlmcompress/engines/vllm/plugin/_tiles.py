@@ -1,4 +1,4 @@
-"""Shared code of families that cut an image into square tiles with text between them, each reduced on its own."""
+"""Shared code of families that cut an image into square tiles with text between them; each tile is reduced on its own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from vlmcompress.reduction.methods import Grid, Reduction
 class TiledInfo(ReducedInfo):
     """Mixin of a processing info, put before the family's class."""
 
-    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image where this returns None, to reserve
-    # memory.
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image to reserve memory if this returns None.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
-        """Return the most tokens of an image where they depend on its pixels, as vLLM's blank images may have few."""
+        """Return the most tokens of an image if they depend on its pixels, as vLLM's blank images may have few."""
         if self.reducer.counter is None:
             return None
         full, most = self.tile()
@@ -48,7 +47,7 @@ class TiledInfo(ReducedInfo):
         return tokens
 
     def tile(self) -> tuple[int, int]:
-        """Number of tokens that a tile has, and number of them that are kept, or the most where that depends on its pixels."""
+        """Number of tokens of a tile, and number of kept ones, or the maximum if that depends on its pixels."""
         grid = tile(self.get_hf_config())  # type: ignore[attr-defined]
         return math.prod(grid), self.reducer.count(grid)
 
@@ -61,9 +60,9 @@ class TiledProcessor(Counting, ReducedProcessor):
         return MultiModalFieldConfig.flat_from_sizes("image", tiles, keep_on_cpu=True)
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        """Keep of vLLM's placeholders the text between tiles and the first tokens of each tile."""
+        """Keep the text between tiles and the first tokens of each tile of vLLM's placeholders."""
         content = update.resolve(number).content
-        # vllm/multimodal/processing/processor.py::PromptUpdateDetails marks by `is_embed` which tokens an encoder's rows fill.
+        # vllm/multimodal/processing/processor.py::PromptUpdateDetails marks the tokens that encoder rows fill with `is_embed`.
         visual = content.is_embed(content.full)
         full, most = self.info.tile()
         place = visual.cumsum(0) - 1
@@ -76,7 +75,8 @@ class TiledProcessor(Counting, ReducedProcessor):
 
 
 class TiledImages(OriginalPositions, PlainRope):
-    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in encoder or after projector."""
+    """Mixin of a model, put before the family's class: reduces the tokens of each tile, in the encoder or after the
+    projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -89,7 +89,7 @@ class TiledImages(OriginalPositions, PlainRope):
             self._merging = TileMerging(layers, self.reducer, config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image: text between tiles as without a reducer, all rows of a tile at its first position."""
+        """Positions of an image: text between tiles is unreduced, all rows of a tile have its first position."""
         place = feature.mm_position
         visual = np.ones(place.length, bool) if place.is_embed is None else place.is_embed.numpy()
         last = np.zeros(place.length, bool)  # whether it is the last token of a tile
@@ -99,7 +99,7 @@ class TiledImages(OriginalPositions, PlainRope):
         return np.broadcast_to(ends - steps, (DIMS, place.length)), int(ends[-1])
 
     def _ends(self, item: Any, tokens: int) -> np.ndarray:
-        """The number of the last token of each tile among the `tokens` that are left of an image."""
+        """The index of the last token of each tile among the `tokens` remaining tokens of an image."""
         if self.reducer.counter:
             counts: np.ndarray = item[FIELD].data.numpy()
             return counts.cumsum() - 1
@@ -118,7 +118,7 @@ class TiledImages(OriginalPositions, PlainRope):
         return tuple(self._reduced(rows) for rows in images)
 
     def _reduced(self, rows: Tensor) -> Tensor:
-        """Reduce the tiles `rows [tiles * n, d]` of one image; returns the rows left with their places in their tiles."""
+        """Reduce the tiles `rows [tiles * n, d]` of one image; returns the remaining rows with their places in their tiles."""
         parts, tiles = [], rows.split(math.prod(self.grid))
         if self._merging:
             results = [self._merging.take(1) for _ in tiles]
@@ -138,10 +138,10 @@ class TiledImages(OriginalPositions, PlainRope):
         """Name no modality for CUDA graphs, as recorded ones would bypass the reducer."""
         return dataclasses.replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
-    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`. `mm_kwargs` is None where memory is
-    # measured (vllm/lora/model_manager.py::LoRAModelManager).
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._execute_mm_encoder; see `_qwen`. `mm_kwargs` is None in the memory
+    # profile (vllm/lora/model_manager.py::LoRAModelManager).
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
-        """Numbers of tokens in encoder and projector, which get full tiles."""
+        """Numbers of tokens in encoder and projector, which process full tiles."""
         tiles = num_mm_embeds // self.reducer.count(self.grid)
         if self.reducer.counter and mm_kwargs is not None:
             tiles = len(mm_kwargs[FIELD].data)

@@ -1,12 +1,12 @@
-"""Choose among a request's images before any is encoded: one that is left out becomes a single token, and no encoder sees it.
+"""Choose among a request's images before any is encoded: one that is left out becomes a single token and is not encoded.
 
-The processor has the whole request: the prompt, whose words name the images and ask the question, and how many images there
-are. It decides for all of them at once, before vLLM looks into its caches, where images stand one by one; the answers go
-with the images, and into their names in caches. An image that stays has one name whatever is asked, since its rows are the
-same, and another one where it is left out. Rows of the table of words come from the checkpoint's files, mapped, as the
+The processor has the whole request: the prompt with the names of the images and the question, and the number of images. It
+decides for all of them together, before vLLM's caches, which handle images separately; the decisions are passed with the
+images and are part of their cache keys. An image that stays has the same key for all questions, since its rows are the same,
+and a different key if it is left out. Rows of the embedding table are memory-mapped from the checkpoint's files, as the
 processor has no model.
 
-A request may say its names and its question itself, with `mm_processor_kwargs: {"names": ["front", ...], "query": ...}`.
+A request may specify names and question itself, with `mm_processor_kwargs: {"names": ["front", ...], "query": ...}`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from vlmcompress.reduction.hooks import views
 from vlmcompress.utils import hub, tensor_files
 from vlmcompress.utils.errors import UserError
 
-FIELD = "view_stays"  # field of an image, and argument of the processor: for each image whether it stays
+FIELD = "view_stays"  # field of an image, and processor argument: whether each image stays
 NAMES = "names"
 TABLE = ".embed_tokens.weight"
 
 
 class ViewsProcessor:
-    """Mixin of a multimodal processor, put before `AskingProcessor`: tells each image whether it stays."""
+    """Mixin of a multimodal processor, put before `AskingProcessor`: decides for each image whether it stays."""
 
     info: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.info.reducer.views:  # a checkpoint without a table is refused at the start, not by a request
+        if self.info.reducer.views:  # refuses a checkpoint without an embedding table at the start, not in a request
             self._table = table_of(self.info.get_hf_config().name_or_path)
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """Process a request as vLLM does. ValueError for names to a method that does not choose, or not one for each image."""
+        """Process a request as vLLM does. ValueError for names with a method that does not choose, or if there is not one per
+        image."""
         kwargs = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != FIELD}
         if not self.info.reducer.views:
             if NAMES in kwargs:
@@ -51,8 +52,8 @@ class ViewsProcessor:
             words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
             stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words)
             kwargs[FIELD] = stays or [True] * images
-        # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks into its cache first, image by image: the
-        # choice among all has to be made here.
+        # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks up its cache first, image by image, so
+        # the choice has to be made before.
         inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
@@ -61,7 +62,7 @@ class ViewsProcessor:
         return self.info.get_tokenizer()
 
     def _named(self, prompt: Any, images: int, names: Any, question: Any) -> views.Words | None:
-        """The names of the images and the question, as given or by the prompt; None where that lacks images."""
+        """The names of the images and the question, as given or from the prompt; None if the prompt has too few images."""
         processor: Any = self
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=False)
@@ -79,7 +80,7 @@ class ViewsProcessor:
             raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
         return dataclasses.replace(named, names=[processor._words(name) for name in names])
 
-    # Without the choice in the arguments: it has an entry for each image, and would give all of them names of this request.
+    # Without the choice in the arguments: it is a list for all images, and would make their keys specific to this request.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         stays = kwargs.pop(FIELD, None)
@@ -92,7 +93,7 @@ class ViewsProcessor:
         return hashes | {"image": [f"{name}-{marks[stay]}" for name, stay in zip(hashes["image"], stays, strict=True)]}
 
     # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._get_cache_missing_processor_kwargs is called with all
-    # images, and the processor afterwards with those that its cache lacks.
+    # images, the processor afterwards only with those missing in its cache.
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
         kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
         if FIELD not in kwargs:
@@ -122,12 +123,12 @@ class ViewsProcessor:
 
 
 def stays(item: Mapping[str, Any]) -> bool:
-    """Whether a processed image stays: True where nothing chooses."""
+    """Whether a processed image stays; True for methods that do not choose."""
     return FIELD not in item or bool(item[FIELD].data)
 
 
 def table_of(source: str) -> Tensor:
-    """The language model's table of words `[words, d]`, mapped from the files of a checkpoint. UserError: it has none."""
+    """The language model's embedding table `[words, d]`, memory-mapped from a checkpoint's files. UserError if not found."""
     folder = hub.local(source, "model")
     words = {
         name: entry
@@ -143,7 +144,7 @@ def table_of(source: str) -> Tensor:
 
 
 class ViewsModel:
-    """Mixin of a model, put before its other mixins: encodes the images that stay, and puts a token where one does not."""
+    """Mixin of a model, put before its other mixins: encodes images that stay, and inserts a token for the others."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -152,7 +153,7 @@ class ViewsModel:
         self._stand_in = views.stand_in(cached_tokenizer_from_config(vllm_config.model_config))
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """Encode images as the model does, but for those that are left out."""
+        """Encode images as the model does, except those that are left out."""
         stays = kwargs.pop(FIELD, None)
         parent: Any = super()
         if stays is None or all(kept := [bool(stay) for stay in stays.flatten()]):
@@ -161,11 +162,11 @@ class ViewsModel:
         return tuple(next(encoded) if stay else self._left_out() for stay in kept)
 
     def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
-        """The fields `kwargs` of those images that stay."""
+        """The fields `kwargs` of the images that stay."""
         raise NotImplementedError
 
     def _left_out(self) -> Tensor:
-        """The row that stands for an image, packed with its place, the image's first. Deepstack adds nothing to it."""
+        """The row that replaces an image, packed with the image's first place. Deepstack adds nothing to it."""
         model: Any = self
         language_model = model.get_language_model()
         device = next(language_model.parameters()).device

@@ -1,7 +1,7 @@
 """InternVL (transformers' form of it): tiles one after the other, then the whole image as one more; a video is one grid.
 
-A video's frames have text between them. The number of tokens that each frame keeps, and so the place of that text, is not
-known when the prompt is made: the prompt has one run of placeholders for all of a video, which the encoder's output fills
+A video's frames have text between them. The number of tokens that each frame keeps, and so the position of that text, is not
+known when the prompt is built: the prompt has one run of placeholders for the whole video, which the encoder's output fills
 with visual tokens and text.
 """
 
@@ -38,7 +38,7 @@ VIDEOS = True
 
 
 def script(processor: Any, frames: int, tokens: int) -> list[int]:
-    """Token ids of a video in the prompt, text included, with `tokens` visual ones for each frame."""
+    """Token ids of a video in the prompt, including text, with `tokens` visual tokens per frame."""
     start, end, visual = processor.start_image_token, processor.end_image_token, processor.video_token * tokens
     text = "\n".join(f"Frame{number + 1}: {start}{visual}{end}" for number in range(frames))
     ids: list[int] = processor.tokenizer.encode(text, add_special_tokens=False)
@@ -49,7 +49,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return vLLM's limits, without videos where counts depend on pixels."""
+        """Return vLLM's limits, without videos if counts depend on pixels."""
         return {"image": None, "video": 0 if self.reducer.counter else None}
 
     def largest(self) -> int:
@@ -63,11 +63,12 @@ class Info(TiledInfo, InternS1ProcessingInfo):
         return frames, rows, columns
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """The most frames next to the largest images: kept tokens must fit the prompt, all tokens the model's positions."""
+        """The most frames together with the largest images: kept tokens must fit the prompt, all tokens the model's
+        positions."""
         full, kept = self.tile()
         images, videos = mm_counts.get("image", 0), max(mm_counts.get("video", 0), 1)
         image, processor = self.get_max_image_tokens(), self.get_hf_processor()
-        # An image has a mark at each end, and one token may begin the prompt.
+        # An image has a mark at each end, and the prompt may have a beginning-of-text token.
         most = (longest_prompt(self.ctx.model_config) - images * (image + 2) - 1) // videos
         room = (seq_len - images * (image // full * kept + 2) - 1) // videos
 
@@ -82,7 +83,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
     """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        """Shorten an image's placeholders as other tiles'; a video has one for each of its tokens, text included."""
+        """Shorten an image's placeholders as for other tiles; a video has one for each of its tokens, including text."""
         if update.modality == "image":
             return super()._shortened(update, number, mm_items, out_mm_kwargs)
         content, (visual,) = update.resolve(number).content, update.target
@@ -103,7 +104,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         self._processor: Any = cached_processor_from_config(vllm_config.model_config)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of a video: all its tokens, text between frames included, begin at its first position."""
+        """Positions of a video: all its tokens, including text between frames, have its first position."""
         if feature.modality == "image":
             return super().span(feature)
         grid, tokens = self._film(feature.data["video_num_patches"].data), feature.mm_position.length
@@ -112,8 +113,8 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
     def _film(self, frames: Any) -> Grid:
         return int(frames), *self.grid[1:]
 
-    # vllm/model_executor/models/interns1.py::InternS1ForConditionalGeneration._process_vision_input takes images and videos,
-    # and `type` tells which.
+    # vllm/model_executor/models/interns1.py::InternS1ForConditionalGeneration._process_vision_input handles images and videos,
+    # distinguished by `type`.
     def _process_vision_input(self, image_input: Any) -> tuple[Tensor, ...]:
         items = super()._process_vision_input(image_input)
         if image_input["type"] == "pixel_values":
@@ -122,7 +123,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         return tuple(self._with_text(rows, self._film(count)) for rows, count in zip(items, frames, strict=True))
 
     def _with_text(self, rows: Tensor, grid: Grid) -> Tensor:
-        """Reduce a video's tokens `rows [n, d]`; returns those left, with the text around its frames, and their places."""
+        """Reduce a video's tokens `rows [n, d]`; returns the remaining ones and the text around frames, with places."""
         ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)))
         visual: Any = ids == self.video_context_token_id
         columns, text, words = (

@@ -69,8 +69,8 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         pixels = image_input["pixel_values"]
         grid = grid_of(pixels, self.config)
         merger = self._merging.begin([grid] * len(pixels), pixels.device, self._counts) if self._merging else None
-        # vllm/model_executor/models/llava.py::LlavaForConditionalGeneration._process_image_input projects at once; its first
-        # half is called by itself, as methods of stage "encoder" reduce between the two.
+        # vllm/model_executor/models/llava.py::LlavaForConditionalGeneration._process_image_input also projects; only its first
+        # half is called here, as methods of stage "encoder" reduce before the projector.
         features: Any = super()._process_image_pixels(image_input)
         if merger is not None:
             return self._projected(features, merger.merged)
@@ -88,6 +88,6 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)
 
     def _projected(self, features: Tensor, reductions: Sequence[Reduction]) -> tuple[Tensor, ...]:
-        """Project `features [images, rows, c]`, which are reduced already; returns rows with their places."""
+        """Project the reduced `features [images, rows, c]`; returns rows with their places."""
         images = zip(self.multi_modal_projector(features), reductions, strict=True)
         return tuple(self._placed(rows[: len(reduction.anchor)], reduction) for rows, reduction in images)

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): the whole image and the tiles put together are a grid each; newlines between rows stay."""
+"""LLaVA-NeXT (1.6): the whole image and the joined tiles are one grid each; newlines between rows stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: the whole image and the tiles put together are a grid each, a video is one; newlines stay."""
+"""LLaVA-OneVision: the whole image and the joined tiles are one grid each, and a video is one; newlines stay."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from vlmcompress.reduction.methods import Grid
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
 SIGNALS = ("features", "query")
 VIDEOS = True
-FRAMES = 16  # the most of a video with which memory is measured, as vLLM has it
+FRAMES = 16  # most frames of a video in the memory profile, as in vLLM
 
 
 def film(config: Any, frames: int) -> Grid:
-    """The grid of a video's tokens, which are pooled by two; one newline follows it."""
+    """The grid of a video's tokens, which are pooled 2 x 2; one newline follows it."""
     side = math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2)
     return frames, side, side
 
@@ -38,7 +38,7 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return vLLM's limits, without videos where the question decides."""
+        """Return vLLM's limits, without videos for query-aware methods."""
         return {"image": None, "video": 0 if self.reducer.chosen.query_aware else None}
 
     def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
@@ -46,13 +46,15 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
-        """The most frames: kept tokens must fit the prompt, and all tokens, next to the largest images, the model's positions.
+        """The most frames: kept tokens must fit the prompt, and all tokens with the largest images the model's positions.
 
-        There are no more than vLLM measures memory with.
+        At most as many as in vLLM's memory profile.
         """
         size, videos = self.get_image_size_with_most_features(), max(mm_counts.get("video", 0), 1)
         images = mm_counts.get("image", 0) * self.layout(size.width, size.height).tokens
-        most = (longest_prompt(self.ctx.model_config) - images - 1) // videos  # one token may begin the prompt
+        most = (
+            longest_prompt(self.ctx.model_config) - images - 1
+        ) // videos  # the prompt may have a beginning-of-text token
         frames = 1
         while frames < FRAMES:
             grid = film(self.get_hf_config(), frames + 1)
@@ -77,14 +79,14 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return max(sizes, key=lambda size: self.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
     # vllm/model_executor/models/llava_onevision.py::LlavaOnevisionProcessingInfo.get_image_size_with_most_features returns one
-    # size for all checkpoints. Goes when it looks at their canvases.
+    # size for all checkpoints. Can go when it uses their tile grids.
     def get_image_size_with_most_features(self) -> ImageSize:
-        """The size of image with the most tokens; vLLM's one size for all checkpoints is exceeded by others, or by newlines."""
+        """The size of the image with the most tokens; vLLM's fixed size can be exceeded by others, or by newlines."""
         return self._largest
 
 
 def fitting(height: int, width: int, patch: float) -> Iterator[ImageSize]:
-    """Sizes of images that fill a canvas one way and any number of its patches the other way."""
+    """Sizes of images that fill a tile grid in one direction and any number of its patches in the other."""
     for row in range(1, round(height / patch) + 1):
         yield ImageSize(width, math.ceil(row * patch))
     for column in range(1, round(width / patch) + 1):
@@ -100,7 +102,7 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
     """vLLM's model of the family, with a reducer after the projector and the pooling."""
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions of an image or video: places come with its rows; text goes on where it does without a reducer."""
+        """Positions of an image or video: places are added with its rows; text continues at its unreduced position."""
         if feature.modality == "image":
             return super().span(feature)
         grid = film(self.config, len(feature.data["pixel_values_videos"].data))

@@ -1,7 +1,7 @@
 """Qwen3.5: Qwen3-VL's encoder without deepstack, in front of Gated DeltaNets and attention.
 
-The recurrent state of a Gated DeltaNet takes up the kept tokens one after the other, and never the dropped ones; attention
-sees the kept ones at the positions that they have without a reducer.
+The recurrent state of a Gated DeltaNet reads only the kept tokens, one after the other; attention sees them at their unreduced
+positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3.5 with a mixture of experts: as the dense model; `qwen3_5.py` says what its Gated DeltaNets take up."""
+"""Qwen3.5 with a mixture of experts: like the dense model; see `qwen3_5.py` for its Gated DeltaNets."""
 
 from __future__ import annotations
 

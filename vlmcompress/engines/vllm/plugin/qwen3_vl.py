@@ -1,4 +1,4 @@
-"""Qwen3-VL: deepstack features follow their tokens, timestamps stay between what is left of a video's frames."""
+"""Qwen3-VL: deepstack features follow their tokens, timestamps stay between the remaining tokens of a video's frames."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class Info(Qwen3Info, Qwen3VLProcessingInfo):
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen3, Qwen3VLForConditionalGeneration):
-    """vLLM's Qwen3-VL with a reducer after its encoder; it sees the last layer's features, not deepstack's."""
+    """vLLM's Qwen3-VL with a reducer after its encoder, which reads the last layer's features, not deepstack's."""

@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts: as the dense model."""
+"""Qwen3-VL with a mixture of experts: like the dense model."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class Info(Qwen3Info, Qwen3VLMoeProcessingInfo):
 
 @MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class VlmcompressQwen3VLMoeForConditionalGeneration(ReducedQwen3, Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3-VL-MoE with a reducer after its encoder; it sees the last layer's features, not deepstack's."""
+    """vLLM's Qwen3-VL-MoE with a reducer after its encoder, which reads the last layer's features, not deepstack's."""

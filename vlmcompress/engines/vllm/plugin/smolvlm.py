@@ -1,4 +1,4 @@
-"""SmolVLM: Idefics3 with a processor of its own."""
+"""SmolVLM: Idefics3 with another processor."""
 
 from __future__ import annotations
 

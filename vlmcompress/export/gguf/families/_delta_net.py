@@ -1,7 +1,7 @@
-"""Blocks of a Gated DeltaNet as llama.cpp's `qwen35` and `qwen35moe` have them.
+"""Gated DeltaNet blocks for llama.cpp's `qwen35` and `qwen35moe`.
 
-Value heads stand by key head in transformers (`k0v0 k0v1 k1v0 k1v1`), and in turns in ggml (`k0v0 k1v0 k0v1 k1v1`), which
-repeats keys as a whole.
+Value heads are grouped by key head in transformers (`k0v0 k0v1 k1v0 k1v1`) and interleaved in ggml (`k0v0 k1v0 k0v1 k1v1`),
+which repeats all keys as a whole.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def value_heads(channels: Callable[[dict], int], before: Callable[[dict], int] =
     """The order of rows that belong to value heads.
 
     Args:
-        channels: rows of a value head, by the text configuration.
-        before: rows in front of these that stay.
+        channels: function from the text configuration to the rows of a value head.
+        before: function to the number of leading rows that keep their place.
     """
 
     def order(facts: ModelFacts) -> list[int]:
@@ -48,12 +48,12 @@ VALUES, MIXED, HEADS = value_heads(width), value_heads(width, queries_and_keys),
 
 
 def decay(weight: Any, facts: ModelFacts) -> Any:
-    """The rate of decay of the state, which ggml takes as it is."""
+    """The decay rate of the state, which ggml stores directly and not as a logarithm."""
     return -weight.float().exp()
 
 
 def taps(weight: Any, facts: ModelFacts) -> Any:
-    """The weights of a convolution channel by channel, `[channels, taps]`."""
+    """The weights of a depthwise convolution as `[channels, taps]`."""
     return weight[:, 0]
 
 
@@ -75,7 +75,7 @@ def inner(facts: ModelFacts) -> int:
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     if text["linear_key_head_dim"] == text["linear_value_head_dim"]:
         return []
@@ -83,7 +83,7 @@ def check(facts: ModelFacts) -> list[str]:
 
 
 def language(mlp: tuple[TensorRule, ...] = (), **keys: Any) -> GgufFile:
-    """The decoder; `mlp`: rules of its blocks' MLPs where they are mixtures, `keys`: further metadata."""
+    """The decoder's file. `mlp`: rules of its blocks' MLPs if they are mixtures of experts; `keys`: further metadata."""
     block, target = "model.language_model.layers.{}.linear_attn", "blk.{}"
     return GgufFile(
         text_keys(

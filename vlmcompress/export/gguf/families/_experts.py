@@ -25,12 +25,13 @@ KEYS: dict[str, Value] = {
 
 
 def half(number: int, transposed: bool) -> Callable[[Any, ModelFacts], Any]:
-    """Takes gates (0) or ups (1) of all experts, `[experts, out, in]`; `transposed`: the checkpoint has inputs first."""
+    """A function that selects gate (0) or up (1) projections of all experts, `[experts, out, in]`; `transposed`: inputs come
+    first in the checkpoint."""
     return lambda weight, facts: (weight.mT if transposed else weight).chunk(2, dim=1)[number]
 
 
 def rules(transposed: bool) -> tuple[TensorRule, ...]:
-    """The tensors of routers and experts, which are single layers where they are quantized and fused tensors elsewhere.
+    """The tensors of routers and experts; experts are single layers if quantized, otherwise fused tensors.
 
     Args:
         transposed: the checkpoint's fused tensors have inputs first.

@@ -17,7 +17,7 @@ def head_size(facts: ModelFacts) -> int:
 
 
 def text_keys(**below: Value) -> dict[str, Value]:
-    """The metadata of a decoder of the Llama shape; `below`: further ones of the architecture, with `__` for a dot."""
+    """The metadata of a Llama-like decoder; `below`: further keys of the architecture, with `__` for a dot."""
     keys = {
         "vocab_size": at("text_config.vocab_size"),
         "context_length": at("text_config.max_position_embeddings"),
@@ -40,11 +40,11 @@ HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_nor
 
 
 def rotated_heads(heads: str, width: Value = head_size) -> Order:
-    """The order of rows in which ggml rotates neighbouring channels of a head, not those half a head apart.
+    """The order of rows for ggml, which rotates adjacent channels of a head instead of channels half a head apart.
 
     Args:
-        heads: path of their number in the configuration.
-        width: gives the channels of a head.
+        heads: path of the number of heads in the configuration.
+        width: function to the channels of a head.
     """
 
     def order(facts: ModelFacts) -> list[int]:
@@ -63,14 +63,14 @@ def decoder(
     norm_offset: float = 0.0,
     root: str = LANGUAGE,
 ) -> tuple[TensorRule, ...]:
-    """The tensors of a decoder of the Llama shape.
+    """The tensors of a Llama-like decoder.
 
     Args:
-        rotated: ggml rotates neighbouring channels of queries and keys, not halves of a head.
-        biases: q, k and v have some.
+        rotated: ggml rotates adjacent channels of queries and keys, not halves of a head.
+        biases: q, k and v have biases.
         norms: norms of a block, memory name -> name in GGUF.
         norm_offset: norms compute `x * (offset + weight)`.
-        root: its memory name.
+        root: memory name of the decoder.
     """
     q, k = (rotated_heads(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
     block, target = f"{root}.layers.{{}}.", "blk.{}."
@@ -103,7 +103,7 @@ def both(source: str, target: str, **options: Any) -> tuple[TensorRule, TensorRu
 
 
 def blocks(prefix: str, names: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    """Rules of the modules of a tower's blocks, weights and biases; `prefix`: of a block in memory, with `{}`."""
+    """Rules of weights and biases in a tower's blocks; `prefix`: memory name of a block, with `{}` for its number."""
     return tuple(rule for old, new in names.items() for rule in both(f"{prefix}.{old}", f"v.blk.{{}}.{new}"))
 
 
@@ -112,7 +112,7 @@ def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
 
     Args:
         kind: llama.cpp's name of the projector.
-        below: further ones of `clip.vision`, with `__` for a dot.
+        below: further keys of `clip.vision`, with `__` for a dot.
     """
     keys = {
         "clip.has_vision_encoder": always(True),
@@ -126,7 +126,7 @@ def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
 
 
 def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
-    """The metadata that say which activation the tower's blocks have; none is quick GELU."""
+    """The metadata of the activation in the tower's blocks; llama.cpp's default is quick GELU."""
     read = at(path)
     return {
         "clip.use_gelu": lambda facts: True if str(read(facts)).startswith("gelu") else None,
@@ -135,7 +135,7 @@ def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
 
 
 def first_last(positions: Any, facts: ModelFacts) -> Any:
-    """Positions `[1 + patches, width]` with the CLS token's after those of the patches, where llama.cpp has the token."""
+    """Positions `[1 + patches, width]` with the CLS token's moved after those of the patches, as in llama.cpp."""
     return positions.roll(-1, 0)
 
 
@@ -160,11 +160,11 @@ CLIP_KEYS = {
 
 
 def square_pixels(key: str) -> Value:
-    """The least or most pixels of an image, by the processor's `shortest_edge` or `longest_edge`, which are areas there."""
+    """The minimum or maximum pixels of an image: the processor's `shortest_edge` or `longest_edge`, which are areas here."""
     return lambda facts: (facts.image.get("size") or {}).get(key)
 
 
 def rope_problems(facts: ModelFacts) -> list[str]:
-    """What of the decoder's rotary positions is not written."""
+    """Reasons why the decoder's rotary positions cannot be written."""
     kind = (facts.config["text_config"].get("rope_parameters") or {}).get("rope_type", "default")
     return [] if kind in ("default", "mrope") else [f"rotary positions of the kind '{kind}' are not written to GGUF"]

@@ -1,4 +1,4 @@
-"""What Qwen2-VL and Qwen2.5-VL share: a Qwen2 decoder with positions in time, rows and columns, a tower in two frames."""
+"""Common parts of Qwen2-VL and Qwen2.5-VL: a Qwen2 decoder with positions in time, rows and columns, a two-frame tower."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def sections(facts: ModelFacts) -> list[int]:
-    """Pairs of channels that are rotated by the position in time, row and column; ggml has a fourth kind."""
+    """Numbers of channel pairs that are rotated by the position in time, row and column; ggml has a fourth kind."""
     return [*facts.config["text_config"]["rope_parameters"]["mrope_section"], 0]
 
 
 def frame(number: int) -> Callable[[Any, ModelFacts], Any]:
-    """Takes one of the two frames of a convolution `[out, colours, frames, height, width]`."""
+    """A function that selects one of the two frames of a convolution `[out, colours, frames, height, width]`."""
     return lambda weight, facts: weight[:, :, number]
 
 
@@ -31,7 +31,7 @@ PIXELS: dict[str, Value] = {
 
 
 def tower(block: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
-    """The tensors of a tower; `block`: those of a block besides attention."""
+    """The rules of a tower; `block`: those of a block besides attention."""
     qkv = f"{TOWER}.blocks.{{}}.attn.qkv"
     parts = [rule for i, name in enumerate("qkv") for rule in both(qkv, f"v.blk.{{}}.attn_{name}", part=(i, 3))]
     return (

@@ -27,23 +27,23 @@ NORMS = {
 
 
 def sliding(facts: ModelFacts) -> list[bool]:
-    """For each block whether its attention sees a window."""
+    """Per block, whether its attention is limited to a window."""
     return [kind == "sliding_attention" for kind in facts.config["text_config"]["layer_types"]]
 
 
 def pooled(facts: ModelFacts) -> int:
-    """Patches of a side of the square that becomes one visual token."""
+    """Side, in patches, of the square that is pooled to one visual token."""
     vision = facts.config["vision_config"]
     return vision["image_size"] // vision["patch_size"] // math.isqrt(facts.config["mm_tokens_per_image"])
 
 
 def factor(facts: ModelFacts) -> float | None:
-    """By how much positions of full attention are divided."""
+    """Divisor of the positions in full attention, or None."""
     return facts.config["text_config"]["rope_parameters"]["full_attention"].get("factor")
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     problems, ropes = [], text["rope_parameters"]
     if ropes["full_attention"]["rope_type"] not in ("default", "linear") or (

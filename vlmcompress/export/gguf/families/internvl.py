@@ -59,7 +59,7 @@ def decoder_kind(facts: ModelFacts) -> str:
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     problems = rope_problems(facts)
     if decoder_kind(facts) not in ("qwen2", "qwen3"):
         problems.append(f"a decoder of the kind '{decoder_kind(facts)}' is not written for InternVL")

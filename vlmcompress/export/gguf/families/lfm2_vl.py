@@ -42,7 +42,7 @@ def key_value_heads(facts: ModelFacts) -> list[int]:
 
 
 def width(facts: ModelFacts) -> int:
-    """Channels between the layers of an MLP, which the configuration may say before it is made smaller."""
+    """Intermediate size of an MLP, reduced as in the model if the configuration says so."""
     text = facts.config["text_config"]
     size = text["intermediate_size"]
     if text.get("block_auto_adjust_ff_dim"):
@@ -59,12 +59,12 @@ def patches(weight: Any, facts: ModelFacts) -> Any:
 
 
 def taps(weight: Any, facts: ModelFacts) -> Any:
-    """The weights of a convolution channel by channel, `[channels, taps]`."""
+    """The weights of a depthwise convolution as `[channels, taps]`."""
     return weight[:, 0]
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     problems = rope_problems(facts)
     if facts.config["text_config"].get("conv_bias"):
         problems.append("llama.cpp's short convolutions have no biases")
@@ -77,7 +77,7 @@ KEYS = text_keys(
     attention__layer_norm_rms_epsilon=at("text_config.norm_eps", float),
     shortconv__l_cache=at("text_config.conv_L_cache"),
 )
-TOWER_KEYS = CLIP_KEYS | {"image_size": always(256)}  # of no meaning: positions are stretched to the image
+TOWER_KEYS = CLIP_KEYS | {"image_size": always(256)}  # unused: positions are interpolated to the image
 
 FAMILY = GgufFamily(
     arch=always("lfm2"),

@@ -27,7 +27,7 @@ def feature_layer(facts: ModelFacts) -> list[int]:
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     config = facts.config
     problems = rope_problems(facts)
     if config["text_config"]["model_type"] not in ("llama", "mistral"):

@@ -1,6 +1,6 @@
 """Mistral Small 3 and Ministral 3: llama.cpp's `mistral3` with its `pixtral` projector, patches merged 2x2.
 
-The embedding of the token that ends a row of patches stands next to the tower; llama.cpp puts it between rows itself.
+The embedding of the token that ends a row of patches is stored with the tower; llama.cpp inserts it between rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINEARS = {
 
 
 def yarn(name: str, default: float | None = None) -> Value:
-    """A float of YaRN's settings; None where positions are not stretched."""
+    """A float of YaRN's settings; None without YaRN."""
 
     def read(facts: ModelFacts) -> float | None:
         rope = facts.config["text_config"]["rope_parameters"]
@@ -54,7 +54,7 @@ def row_end(embedding: Any, facts: ModelFacts) -> Any:
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     problems, config = [], facts.config
     rope = config["text_config"]["rope_parameters"]
     if config["text_config"]["model_type"] not in ("mistral", "ministral3"):
@@ -68,7 +68,7 @@ def check(facts: ModelFacts) -> list[str]:
     if config["vision_config"]["rope_parameters"]["rope_theta"] != 10000:
         problems.append("llama.cpp's Pixtral tower has positions with the base 10000")
     if facts.tokens and BREAK not in facts.tokens:
-        problems.append(f"the tokenizer has no token {BREAK}, which llama.cpp puts between rows of an image")
+        problems.append(f"the tokenizer has no token {BREAK}, which llama.cpp inserts between rows of an image")
     return problems
 
 

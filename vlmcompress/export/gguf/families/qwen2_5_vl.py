@@ -10,12 +10,12 @@ WINDOW = 112  # pixels; llama.cpp has no key for it
 
 
 def pattern(facts: ModelFacts) -> int:
-    """Each so many blocks one attends to the whole image."""
+    """Period of the blocks that attend to the whole image."""
     return facts.config["vision_config"]["fullatt_block_indexes"][0] + 1
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     vision, problems = facts.config["vision_config"], rope_problems(facts)
     whole, every = vision["fullatt_block_indexes"], pattern(facts)
     if whole != list(range(every - 1, vision["depth"], every)):
@@ -35,7 +35,7 @@ BLOCK = (
 )
 KEYS = vision_keys(
     "qwen2.5vl_merger",
-    image_size=always(560),  # of no meaning: images keep their sizes
+    image_size=always(560),  # unused: images keep their sizes
     embedding_length=at("vision_config.hidden_size"),
     feed_forward_length=at("vision_config.intermediate_size"),
     block_count=at("vision_config.depth"),

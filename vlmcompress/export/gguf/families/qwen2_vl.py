@@ -21,7 +21,7 @@ BLOCK = (
 )
 KEYS = vision_keys(
     "qwen2vl_merger",
-    image_size=always(560),  # of no meaning: images keep their sizes
+    image_size=always(560),  # unused: images keep their sizes
     embedding_length=at("vision_config.embed_dim"),
     feed_forward_length=hidden,
     block_count=at("vision_config.depth"),

@@ -10,7 +10,7 @@ from vlmcompress.export.gguf.spec import GgufFamily, ModelFacts, always
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     return rope_problems(facts) + _delta_net.check(facts)
 
 

@@ -30,7 +30,7 @@ MERGER = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
 def image_size(facts: ModelFacts) -> int:
-    """Pixels of a side of the square that the tower's positions were learned for."""
+    """Side, in pixels, of the square image that the tower's positions were learned for."""
     vision = facts.config["vision_config"]
     return math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"]
 
@@ -41,7 +41,7 @@ def deep(facts: ModelFacts) -> list[int]:
 
 
 def is_deep(facts: ModelFacts) -> list[bool]:
-    """For each block of the tower whether it is one of those."""
+    """Per block of the tower, whether its output goes into the decoder's first blocks."""
     return [number in deep(facts) for number in range(facts.config["vision_config"]["depth"])]
 
 

@@ -12,7 +12,7 @@ DENSE = qwen3_vl.FAMILY.language
 
 
 def check(facts: ModelFacts) -> list[str]:
-    """What llama.cpp has no form of."""
+    """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     dense = bool(text.get("mlp_only_layers")) or text.get("decoder_sparse_step", 1) != 1
     return rope_problems(facts) + (

@@ -1,7 +1,6 @@
-"""Towers of the Qwen-VL families: a graph that embeds patches, and one of all that comes after, up to the language model.
+"""Towers of the Qwen-VL families: a graph that embeds patches, and one for the rest up to the language model.
 
-Between the two the pipeline computes what depends on the sizes of images: rotary angles, which patches may attend to which, the
-order of windows.
+Between the two, the pipeline computes what depends on image sizes: rotary angles, attention masks, the order of windows.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from vlmcompress.export.openvino.spec import Graph, Port, decoder_problems
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-PATCHES = 8  # of the trace
+PATCHES = 8  # in the trace
 
 
 class Blocks(nn.Module):
-    """The blocks and the merger of a tower, on patches `[n, width]`, with a mask of attention `[1, n, n]` and angles `[n, d]`.
+    """A tower's blocks and merger, on patches `[n, width]`, with an attention mask `[1, n, n]` and angles `[n, d]`.
 
-    The result is `[visual tokens, width of the decoder]`.
+    Returns `[visual tokens, width of the decoder]`.
     """
 
     def __init__(self, tower: Any):
@@ -34,7 +33,7 @@ class Blocks(nn.Module):
         return self.tower.merger(hidden)
 
     def blocks(self, hidden: Tensor, masks: list[Tensor], angles: Tensor) -> Iterator[Tensor]:
-        """Yield what each block makes of the patches."""
+        """Yield the output of each block."""
         angles = torch.cat((angles, angles), -1).unsqueeze(1)
         for block, mask in zip(self.tower.blocks, masks, strict=True):
             hidden = hidden + attend(block.attn, block.norm1(hidden), mask, angles.cos(), angles.sin())
@@ -43,7 +42,7 @@ class Blocks(nn.Module):
 
 
 def attend(attention: Any, hidden: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What an attention of a tower does, by a mask instead of the lengths of images."""
+    """A tower's attention with a mask instead of image lengths."""
     patches = hidden.shape[0]
     q, k, v = attention.qkv(hidden).reshape(patches, 3, attention.num_heads, -1).unbind(1)  # [patches, heads, channels]
     q, k = (part * cos + rotated(part) * sin for part in (q, k))
@@ -53,7 +52,7 @@ def attend(attention: Any, hidden: Tensor, mask: Tensor, cos: Tensor, sin: Tenso
 
 
 def rotated(part: Tensor) -> Tensor:
-    """The halves of each head exchanged, the second one negated."""
+    """Swap the halves of each head and negate the second one (`rotate_half`)."""
     first, second = part.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
@@ -82,7 +81,7 @@ def patches(model: Any) -> Graph:
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """What is not written, or `VLMPipeline` has as a fixed number."""
+    """Reasons why the model cannot be written, such as numbers that are fixed in `VLMPipeline`."""
     problems, frames = decoder_problems(config), config["vision_config"]["temporal_patch_size"]
     if frames != 2:
         problems.append(f"OpenVINO GenAI takes 2 frames of a video together, the tower takes {frames}")

@@ -25,8 +25,8 @@ class Features(nn.Module):
 class Gemma3Decoder(Decoder):
     """The decoder, with masks for both kinds of attention; `token_type_ids` is 1 for tokens of images.
 
-    Where OpenVINO makes attention paged, it makes masks of its own, of these inputs and of the window, which it reads from the
-    nodes of a mask: so `windowed` has them in the order that it knows (`gptoss_gemma3_sliding_window_pattern` in
+    For paged attention, OpenVINO creates its own masks from these inputs and from the window, which it recognizes by the nodes
+    of a mask. So `windowed` has the nodes in the expected order (`gptoss_gemma3_sliding_window_pattern` in
     `paged_attention/state_management_pattern.cpp`).
     """
 
@@ -47,7 +47,7 @@ class Gemma3Decoder(Decoder):
 
 
 def same_image(types: Tensor, total: int) -> Tensor:
-    """Which of all tokens belong to the image that a new one belongs to, bool `[batch, 1, new, total]`."""
+    """Whether a token is in the same image as a new token, bool `[batch, 1, new, total]`."""
     image = types == 1
     first = image & ~torch.cat((torch.zeros_like(image[:, :1]), image[:, :-1]), 1)
     number = torch.where(image, first.long().cumsum(1), 0)
@@ -56,7 +56,7 @@ def same_image(types: Tensor, total: int) -> Tensor:
 
 
 def windowed(rows: Tensor, columns: Tensor, visible: Tensor, present: Tensor, window: int) -> Tensor:
-    """What is added to scores where only the `window` latest of the visible tokens count."""
+    """The additive mask for attention to the last `window` visible tokens."""
     every = torch.ones((), dtype=torch.bool)
     near = every & (columns > rows + (-window))
     allowed = (every & (near & visible)) & present
@@ -72,7 +72,7 @@ def tower(model: Any) -> dict[str, Graph]:
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """What is not written."""
+    """Reasons why the model cannot be written."""
     text = {**config["text_config"], "sliding_window": None}
     text["layer_types"] = [kind for kind in text["layer_types"] if kind != "sliding_attention"]
     problems = decoder_problems({"text_config": text})

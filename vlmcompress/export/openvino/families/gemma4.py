@@ -1,6 +1,6 @@
 """Gemma 4 without experts: heads of several sizes, blocks that share keys and values, and embeddings for each block.
 
-The pipeline of 2026.4 hears nothing: the tower of sounds is left out.
+The pipeline of 2026.4 does not support audio: the audio tower is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vlmcompress.export.openvino.families.gemma3 import same_image, windowed
 from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port, decoder_problems
 
-PATCHES = 9  # of the trace, times what is pooled
+PATCHES = 9  # in the trace, times the pooling size
 
 
 class Features(nn.Module):
@@ -30,8 +30,8 @@ class Features(nn.Module):
 
 
 class BlockEmbeddings(nn.Module):
-    """The embeddings that each block adds: tokens to `[batch, tokens, blocks, width]`. Images, and what else is no text, have
-    those of padding."""
+    """The embeddings that each block adds: tokens to `[batch, tokens, blocks, width]`. Tokens other than text have those of
+    padding."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -80,7 +80,7 @@ class Gemma4Decoder(Decoder):
 
 
 def graphs(model: Any) -> dict[str, Graph]:
-    """The tower with the projector, and the embeddings of blocks where the model has them."""
+    """The tower with the projector, and the per-block embeddings if the model has them."""
     vision, text = model.config.vision_config, model.config.text_config
     patches = PATCHES * vision.pooling_kernel_size**2
     ports = (
@@ -96,7 +96,7 @@ def graphs(model: Any) -> dict[str, Graph]:
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """What is not written."""
+    """Reasons why the model cannot be written."""
     text = {**config["text_config"], "sliding_window": None}
     text["layer_types"] = [kind for kind in text["layer_types"] if kind != "sliding_attention"]
     problems = decoder_problems({"text_config": text})

@@ -1,4 +1,4 @@
-"""InternVL 2.5, 3 and 3.5: the pipeline knows it as `internvl_chat`, as its checkpoints on the hub were called at first."""
+"""InternVL 2.5, 3 and 3.5; in the pipeline `internvl_chat`, the original name of its checkpoints on the Hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vlmcompress.export.openvino.spec import BATCH, Graph, OpenvinoFamily, Port, decoder_problems
 
-TILES = {"min_patches": 1, "max_patches": 12}  # of an image; the pipeline has no others
+TILES = {"min_patches": 1, "max_patches": 12}  # per image; fixed in the pipeline
 
 
 class Features(nn.Module):

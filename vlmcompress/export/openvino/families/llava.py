@@ -34,9 +34,9 @@ def tower(model: Any) -> dict[str, Graph]:
 
 
 def images(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of images for a pipeline that scales their shorter side and cuts off what is over, as CLIP does.
+    """The image settings for the pipeline, which scales the shorter side and crops the center, as CLIP does.
 
-    It does so with others, too: where transformers stretches an image, only a square one is the same there.
+    It always does so: for processors that stretch images instead, only square images give the same result.
     """
     size, crop = settings["size"], settings.get("crop_size") or {}
     if "shortest_edge" not in size:

@@ -19,7 +19,7 @@ def settings(read: Callable[[str], Tensor]) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """What is not written, or the pipeline does otherwise."""
+    """Reasons why the model cannot be written, or differs in the pipeline."""
     problems, sizes = decoder_problems(config), [tuple(size) for size in config["image_grid_pinpoints"]]
     if any((width, height) not in sizes for height, width in sizes):
         problems.append(

@@ -10,7 +10,7 @@ from torch import Tensor
 from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, check, inputs, patches
 from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port
 
-TOKENS = 5  # visual ones of the trace
+TOKENS = 5  # visual tokens in the trace
 
 
 class Stack(Blocks):
@@ -24,7 +24,7 @@ class Stack(Blocks):
 
 
 class Qwen3Decoder(Decoder):
-    """The decoder, whose first blocks add visual features to the tokens that `visual_pos_masks` names."""
+    """The decoder, whose first blocks add visual features to the tokens in `visual_pos_masks`."""
 
     def __init__(self, model: Any, axes: int):
         super().__init__(model, axes)
@@ -46,9 +46,10 @@ class Qwen3Decoder(Decoder):
 
 
 def add_features(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Add the features `[n, width]` to those of the tokens `[batch, tokens, width]` that are visual, in their order.
+    """Add the features `[n, width]` to the visual tokens of `[batch, tokens, width]`, in order.
 
-    Without an image the pipeline gives one false place for all tokens, and one row of zeros; transformers would index by both.
+    Without an image the pipeline passes a single false mask entry for all tokens and one row of zeros, with which transformers'
+    indexing would fail.
     """
     order = places.long().flatten().cumsum(0).view(places.shape) - 1
     return hidden + features[order.clamp(min=0)] * places.unsqueeze(-1).to(hidden.dtype)
