@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Time and memory of `vlmcompress quantize` on a model of 7 billion parameters, with schemes that need no data.
+"""Time, memory and disk of `quantize`, `export`, `doctor` and `push` on a model of 7 billion parameters, without data.
 
-    scripts/measure/full_size.py --work DIR    makes a model with the shapes of Qwen2.5-VL-7B there (17 GB), quantizes it
+    scripts/measure/full_size.py --work DIR    makes a model with the shapes of Qwen2.5-VL-7B there (17 GB) and runs them
     scripts/measure/full_size.py --render      prints the docs' table, from eval/full_size.json
 
-Weights are random, a window of one drawn tensor each. Memory is the anonymous part of the process's resident set, looked
-at twenty times a second: pages of weights that are mapped from files can be dropped by the kernel. The last line is one
-JSON object.
+Weights are random, a window of one drawn tensor each. Each row is a process with one thread of arithmetic; the first is `cp` of
+the model. Memory is the anonymous part of the process's resident set, looked at twenty times a second: pages of weights that
+are mapped from files can be dropped by the kernel. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,6 +26,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "full_size.json"
 SCHEMES = ("fp8", "rtn", "w8a16")
+CALLS = {  # row of the table -> command; the folders are next to the model
+    "`cp` of the model": ["cp", "-r", "bf16", "copy"],
+    **{
+        f"`quantize --scheme {scheme}`": ["vlmcompress", "quantize", "bf16", "-o", scheme, "--scheme", scheme]
+        for scheme in SCHEMES
+    },
+    "`export --format gguf` of rtn": ["vlmcompress", "export", "rtn", "--format", "gguf", "-o", "gguf"],
+    "`export --format awq` of rtn": ["vlmcompress", "export", "rtn", "--format", "awq", "-o", "awq"],
+    "`doctor` of fp8": ["vlmcompress", "doctor", "fp8"],
+    "`push --dry-run` of fp8": ["vlmcompress", "push", "fp8", "org/name", "--dry-run"],
+    "`check`": ["vlmcompress", "check", "bf16"],
+}
+KEPT, DELETED = (
+    ("fp8", "rtn"),
+    ("copy", "w8a16", "gguf", "awq"),
+)  # folders that later calls read, and those that none does
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
@@ -58,39 +74,46 @@ def write_model(folder: Path) -> None:
     shapes.processor(shape).save_pretrained(folder)
 
 
-def measure(model: Path, scheme: str) -> dict:
-    """Quantize once: seconds of the clock and of processors, the peak of anonymous memory, bytes of weights."""
-    out = model.with_name(scheme)
-    command = [sys.executable, "-m", "vlmcompress", "quantize", str(model), "-o", str(out), "--scheme", scheme]
+def measure(work: Path, command: list[str]) -> dict:
+    """Run a command in `work`: seconds of the clock and of the processor, the peak of anonymous memory, bytes that went to and
+    from the disk, bytes of what it wrote."""
+    if command[0] == "vlmcompress":
+        command = [sys.executable, "-m", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
-    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
+    with subprocess.Popen(command, cwd=work, stdout=sys.stderr, env=environment) as process:
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak = max([peak, *(int(kib) * 1024 for kib in re.findall(r"RssAnon:\s+(\d+)", status))])
             time.sleep(0.05)
     if process.returncode:
-        raise SystemExit(f"{scheme}: quantize ended with {process.returncode}")
+        raise SystemExit(f"{command} ended with {process.returncode}")
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    sizes = json.loads((out / "vlmcompress.json").read_text())["size"]
-    shutil.rmtree(out)
-    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"scheme": scheme, "seconds": round(seconds), "processor": round(processor), "anonymous": peak} | sizes
+    used = {
+        "user": round(after.ru_utime - before.ru_utime, 1),
+        "system": round(after.ru_stime - before.ru_stime, 1),
+        "read": 512 * (after.ru_inblock - before.ru_inblock),
+        "written": 512 * (after.ru_oublock - before.ru_oublock),
+    }
+    for name in DELETED:
+        shutil.rmtree(work / name, ignore_errors=True)
+    return {"seconds": round(seconds, 1), "anonymous": peak} | used
 
 
 def render(rows: list[dict]) -> str:
     """The docs' table."""
-    lines = ["| scheme | weights | memory at the peak | processor time | time |", "|---|---|---|---|---|"]
+    lines = ["| call | time | user, system | memory at the peak | disk read, written |", "|---|---|---|---|---|"]
     for row in rows:
-        weights = f"{row['weights_before'] / 1e9:.1f} -> {row['weights_after'] / 1e9:.1f} GB"
-        times = f"{row['processor']} s | {row['seconds']} s"
-        lines.append(f"| `{row['scheme']}` | {weights} | {row['anonymous'] / 1e9:.1f} GB | {times} |")
+        times = f"{row['seconds']:.0f} s | {row['user']:.0f}, {row['system']:.0f} s"
+        disk = f"{row['read'] / 1e9:.1f}, {row['written'] / 1e9:.1f} GB"
+        lines.append(f"| {row['call']} | {times} | {row['anonymous'] / 1e9:.1f} GB | {disk} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 30 GB; the model is kept there")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 60 GB; the model is kept there")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.render:
@@ -100,7 +123,11 @@ def main() -> None:
         if not (model / "config.json").is_file():
             shutil.rmtree(model, ignore_errors=True)
             write_model(model)
-        rows = [measure(model, scheme) for scheme in SCHEMES]
+        for name in KEPT:
+            shutil.rmtree(args.work / name, ignore_errors=True)
+        rows = [{"call": call, **measure(args.work, command)} for call, command in CALLS.items()]
+        for name in KEPT:
+            shutil.rmtree(args.work / name)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))

@@ -1,6 +1,6 @@
 """Model families as data (`ModelSpec`, one file each), and their checkpoints: read, load, find layers, map names.
 
-Adding a family is adding one file here whose `SPEC` fills a `ModelSpec`; `tests/models` picks it up.
+Adding a family is adding one file to `families/` whose `SPEC` is a `ModelSpec`; `tests/models` picks it up.
 """
 
 # ruff: noqa: F401  # what is imported here is what the package offers

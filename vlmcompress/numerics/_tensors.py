@@ -19,8 +19,7 @@ class QTensor:
     Args:
         q: codes `[out, in]`, int8 or float8_e4m3fn; NVFP4 and MXFP4: the 4-bit floats themselves as float8_e4m3fn.
         scale: `[out, n_groups]`; `[out, 1]` per row; `[1]` per matrix. In its stored dtype; NVFP4: float8_e4m3fn; MXFP4
-            and
-            MXFP8: uint8, exponent of 2 plus 127.
+            and MXFP8: uint8, exponent of 2 plus 127.
         zero_point: int8, shaped like `scale`; None when symmetric.
         format: what the codes mean.
         global_scale: NVFP4's float32 `[1]` that `scale` is divided by; else None.

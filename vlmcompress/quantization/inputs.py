@@ -160,7 +160,8 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
 
 
 def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
-    """Work out on the samples' images how many tokens an image may have, where that is asked for as a share."""
+    """Replace the share of tokens that `resize` asks for by the number of tokens of an image that gives this share on the
+    samples' images. A `resize` that has a number already, or None, is returned as it is."""
     if resize is None or resize.settled:
         return resize
     prompts = [tuple(image.size for image in sample.images) for sample in samples]

@@ -139,7 +139,8 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                     fitted = plan.statistics.reducer if plan.statistics else None
                     reducer = fit_reducer(recipe.reduce, vlm, inputs.batches, progress, fitted)
                     counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.batches)
-                # Capture and solve the decoder's blocks one by one, on the tokens that the reducer leaves. Images are let go.
+                # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
+                # the shorter inputs that the reducer leaves the decoder. Images are freed.
                 inputs = replace(inputs, batches=inputs.batches if plan.prefix == "quantized" else [])
                 inputs = inputs.reduced(reducer, progress)
                 run = Run(
@@ -153,6 +154,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                     overwrite=overwrite,
                     progress=progress,
                 )
+                # Capture and solve the decoder's blocks one by one.
                 quantize_blocks(run, inputs)
         if not distributed.is_main():
             return Result(work.out, {})
@@ -219,7 +221,8 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             from vlmcompress.quantization.calibration import block_clip
 
             method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
-    # Next to what the method reads: what errors are reported by, and the rounding of inputs.
+    # "gradient" is not a statistic of inputs and was read above. Added are the Gram matrix, for the reported errors, and, if
+    # inputs are rounded, "absmax", with which the rows are kept that this rounding's error is measured on.
     statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     spec = CaptureSpec(
         statistics, method.needs.prefix, bool(run.recipe.kv_cache), all_experts=run.recipe.calibrate.all_experts

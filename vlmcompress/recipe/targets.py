@@ -173,7 +173,8 @@ def refuse_scheme(
     parts: Mapping[str, Any] = _NO_PARTS,
     vision_attention: str | None = None,
 ) -> None:
-    """Raise `UserError` with the first of `refusals`."""
+    """Raise `UserError` if the target `name` can't run the recipe, with the first reason of `refusals`, whose arguments these
+    are."""
     for reason in refusals(name, scheme, kv_cache, parts, vision_attention):
         raise UserError(reason)
 

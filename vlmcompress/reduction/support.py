@@ -1,7 +1,8 @@
-"""Which reducers work with which models and engines: `check_reducer` is the single check.
+"""Which reducers work with which models and engines.
 
-It combines the checks of the model's family (`family_refusal`), of its config (`check_config`), and of vLLM's plugin
-(`engine_refusal`), which reads literals from the files of methods and families and needs neither torch nor vLLM. That is why
+`check_reducer` combines three checks, which vLLM's plugin and messages also call one by one: of the model's family
+(`family_refusal`), of its config (`check_config`, which includes the family's), and of the engine (`engine_refusal`). The last
+reads literals from the files of methods and families and needs neither torch nor vLLM. That is why
 other modules of the package are imported within functions here.
 """
 
@@ -144,7 +145,7 @@ def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
 
 
 def _closed(spec: ModelSpec, config: Any) -> str | None:
-    """Why this encoder's attention cannot be read although its family's can; None if it can."""
+    """Why this model's encoder gives no attention from CLS although its family's usual encoder does; None if it does."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
     if (kind := config.vision_config.model_type) != spec.vision_cls:

@@ -65,9 +65,11 @@ def serve_run(
     slo: Mapping[str, float],
     counters: Counters,
 ) -> LoadRun:
-    """The record of one burst against a server. Times are those of answered requests.
+    """Summarize one burst against a server as a `LoadRun`; nothing is run. Times are those of answered requests.
 
     Args:
+        outcomes: one for each request, answered or failed.
+        side, state, repeat: copied into the record.
         duration: seconds from the first request to the last answer.
         slo: limits in milliseconds; goodput is requests per second within all limits (TPOT of one token: 0).
         counters: the server's counts during the burst.

@@ -1,8 +1,8 @@
 """Read calibration or evaluation samples from a folder of images, JSON lines, parquet, a saved data set, or the Hub.
 
 Selection: the `samples` rows with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the data the choice
-    does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without `id` uses its number
-    (a file in a folder its relative path), a repeated id is combined with the number.
+does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without `id` uses its number
+(a file in a folder its relative path), a repeated id is combined with the number.
 
 Only images of chosen rows are decoded. Unusable rows are never left out silently: all are listed in one error or, within the
 limit of `Reading.skip_bad`, in notes; then the next rows in the order replace them.

@@ -31,7 +31,8 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of InternVL: the most tiles of an image; from two on the whole image is added."""
+    """Settings of the processor (`ModelSpec.sizes`), fewest tokens first: the most tiles of an image, and the processor's own
+    setting last. From two tiles on, a small copy of the whole image is one more."""
     images_of, each = processor.image_processor, processor.image_seq_length
     settings = [
         ImageSetting(each * (count + (count > 1)), {"max_patches": count})

@@ -46,8 +46,7 @@ class Collector:
         Args:
             x: `[..., in]` inputs, any float dtype.
             split: which rows belong to which modality and which are kept in the sample, on `x`'s device; or only the modality
-                of
-                each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer), and no sample; None: all rows are text.
+                of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer), and no sample; None: all rows are text.
             original: the 16-bit model's inputs at the same tokens, shaped like `x`, for the cross-Gram matrix.
         """
         width = self._stats.width

@@ -298,6 +298,5 @@ def apply(result: BlockResult, modules: Mapping[str, Any], norm_offset: float = 
         weight.data = (weight.float() * scale.to(weight.device)).to(weight.dtype)
     for name, quantized in result.weights.items():
         weight = modules[name].weight
-        weight.data = quantized.dequantize(weight.dtype).to(
-            weight.device
-        )  # not in place: the memory may be mapped from a file
+        # Not in place: the memory may be mapped from a file.
+        weight.data = quantized.dequantize(weight.dtype).to(weight.device)

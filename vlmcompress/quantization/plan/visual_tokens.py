@@ -28,7 +28,8 @@ class VisualTokens:
 
     Attributes:
         reducer: as the recipe asks for it; None: there is none.
-        counted: an engine has to be told how many tokens an image keeps, before its encoder finds out.
+        counted: the number of tokens depends on the image, and the engine needs it before its encoder runs, so a
+            `TokenCounter` is fitted.
         example: tokens of a prompt with one typical image, before and after, by the processor alone: keys `image` (its size),
             `before`, `after` (None where the count depends on what the image shows) and `text`; None where the processor
             cannot say.
@@ -59,7 +60,11 @@ class VisualTokens:
 
 
 def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
-    """What a recipe that stands means for visual tokens; None where it leaves them. `example`: whether to work one out."""
+    """Describe what a recipe does to visual tokens; None if it neither reduces them nor makes images smaller.
+
+    Args:
+        example: whether to count the tokens of an example, for which the recipe must have no problem.
+    """
     reducer, resize = recipe.reduce, recipe.resize
     if reducer is None and resize is None:
         return None

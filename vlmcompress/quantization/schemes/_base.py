@@ -19,8 +19,9 @@ class Needs:
     """What a scheme, with its options, requires from a run.
 
     Attributes:
-        statistics: statistics of a group's inputs (`statistics.inputs`), and "gradient" for the gradients of the answers'
-            loss; empty: the scheme needs no data. If not empty, a run also collects the Gram matrix, to report errors.
+        statistics: a subset of {"gram", "absmax", "absmean", "cross", "gradient"}: statistics of a group's inputs
+            (`statistics.inputs.GroupStats`, with a method of the same name for each), and gradients of the answers' loss;
+            empty: the scheme needs no data. A run with data also collects the Gram matrix, to report errors.
         prefix: what has been quantized when a group's inputs are captured: the "blocks" before, or also the earlier "groups"
             of the same block.
         searches: searches that run the model, before the first block is solved: "block_scales", smoothing scales by the error

@@ -21,7 +21,7 @@ group's range is then chosen again under all of G (`_ranges`).
 `balance` weights the modalities in mean|X|, in L and in the clip search: the Gram form of MBQ (arXiv 2412.19509).
 
 Cost: `grid * 256 * in^2` multiply-adds per group (twice that with `duo`) and `out * in^2` per layer. Loses: the scales have
-    only one parameter, and there is no error feedback (as in gptq).
+only one parameter, and there is no error feedback (as in gptq).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ Columns are rounded a block at a time (`_columns`), and `sweeps` of local search
 so the engine needs no index; it is at least as accurate and costs nothing at serving time.
 
 Cost: `in^3 / 3` once per group and `out * in^2` for each layer. Loses: it may overfit few calibration tokens (hence the
-    damping). With fewer tokens than inputs, H is singular, and only the damping determines how corrections are split among
-    inputs that the tokens do not distinguish. A warning says so, and another one says when more than `damp` was needed (ten
-    times more until H can be factorized); the larger the damping, the closer the result is to rounding to nearest.
+damping). With fewer tokens than inputs, H is singular, and only the damping determines how corrections are split among
+inputs that the tokens do not distinguish. A warning says so, and another one says when more than `damp` was needed (ten
+times more until H can be factorized); the larger the damping, the closer the result is to rounding to nearest.
 
 `balance` makes it modality-weighted: H is then the weighted sum of the modalities' Gram matrices (`statistics.balance`).
 """
@@ -162,13 +162,11 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
     """Factorize the Gram matrix of `stats`."""
     damp = options.damp
     for _ in range(8):
-        h = (
-            stats.gram()
-        )  # H = X^T X [in, in] float32; the paper's H is twice that, which changes no quotient R_ji / R_ii
+        # H = X^T X [in, in] float32; the paper's H is twice that, which changes no quotient R_ji / R_ii.
+        h = stats.gram()
         diagonal = h.diagonal().clone()
-        dead = (
-            diagonal == 0
-        )  # inputs that are always zero: any positive diagonal makes their weights rounded to nearest
+        # Inputs that are always zero: with any positive diagonal their weights are rounded to nearest.
+        dead = diagonal == 0
         diagonal[dead] = 1.0 if dead.all() else diagonal[~dead].mean()
         # The paper adds 1% of the mean diagonal (step 3, Cholesky reformulation), as H is singular where inputs are linearly
         # dependent.

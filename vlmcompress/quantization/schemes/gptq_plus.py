@@ -6,7 +6,7 @@ after feedback (`smooth: feedback`); ranges are searched (`clip`); local search 
 the next one is rounded (`sweeps`); and codes have zero points, which all of vLLM's kernels for 4-bit weights support.
 
 Cost: solving takes 1.4 times as long as `gptq` on a CPU. Loses: it fits the calibration tokens more closely, so inputs unlike
-    those gain less.
+those gain less.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ quantizes the groups of a block one after another, each with inputs after the gr
 the inputs of all groups are captured before any of the block is quantized.
 
 Costs: one more matrix `[in, in]` per modality, a second stream of hidden states, more runs of each block, and twice `out *
-    in^2` per layer. Loses: w' is fitted to the calibration tokens with as many free numbers as there are weights, so it needs
-    more tokens and damping than GPTQ. The reported errors of a layer are those of `X (Q - W)^T`, which are intentionally
-    larger than GPTQ's.
+in^2` per layer. Loses: w' is fitted to the calibration tokens with as many free numbers as there are weights, so it needs
+more tokens and damping than GPTQ. The reported errors of a layer are those of `X (Q - W)^T`, which are intentionally
+larger than GPTQ's.
 """
 
 from __future__ import annotations

@@ -5,19 +5,20 @@ module of this folder has
 
     STAGE       where its signals come from: "pixels" (before the encoder), "encoder" (in or right after it, before the
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
-    NEEDS       required fields of `Signals`; OPTIONAL, where defined: fields used when present COUNT       "fixed":
-    all images of one size keep the same number of tokens; "adaptive": it depends on the image SERVED      whether an
-    engine that fixes one token count for all layers before encoding can serve it; if not, WHY_NOT is the reason
-    BATCHED     whether `reduce` is many small steps, which `reduce_all` takes for all images of a call at once by
-    `torch.vmap`:
-                no tensor that is alike for all images is changed in place, and a loop over the tokens that are kept goes
-                through `_selecting.for_all_images`. Left out by methods of few steps
+    NEEDS       required fields of `Signals`
+    OPTIONAL    fields of `Signals` that are used when present; left out if there are none
+    COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
+    SERVED      whether an engine that fixes one token count for all layers before encoding can serve it
+    WHY_NOT     the reason, if SERVED is False
+    BATCHED     True: `reduce` is many small steps, which `reduce_all` runs for all images of a call at once by
+                `torch.vmap`. Then no tensor that all images share is changed in place, and a loop over the kept tokens
+                goes through `_selecting.for_all_images`. Left out by methods of few steps
     NO_BETTER_THAN  the baseline that it did not beat on any demo model at half the tokens (docs/results.md); left
                 out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError).
-    The package reads the share, the layer and what is learned through that base, whose members a field or property of
-    the same name overrides. Every field has a default budget(grid, options) -> int | None     exactly how many tokens
-    an image keeps; None when COUNT is adaptive
+                The package reads the share, the layer and what is learned through that base, whose members a field or
+                property of the same name overrides. Every field has a default
+    budget(grid, options) -> int | None     exactly how many tokens an image keeps; None when COUNT is adaptive
 
 and one of
 

@@ -188,14 +188,14 @@ class Signals:
     grid:       `(t, h, w)`, with `t * h * w` tokens in raster order.
     features:   `[n, d]`, the tokens themselves at the method's stage.
     keys:       `[n, dk]`, attention keys of the tokens, `heads` heads concatenated; before RoPE in the encoder, after
-    it in the language model, as in the published code. saliency:   `[n]`, attention that a token receives, mean over
-    heads: from CLS or all tokens (encoder), from the last
-                token (language model).
+                it in the language model, as in the published code.
+    saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the
+                last token (language model).
     windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
     finite:     at construction: the caller guarantees that there is no NaN or Inf, which saves the check's device
-    sync.
+                sync.
     """
 
     grid: Grid

@@ -78,10 +78,11 @@ class _Steps:
     """The refinement steps on a grid. A step takes a region to its next level and splits off cells, each one token more.
 
     cells:  `[levels, n]`, each token's cell at each level; of level 0 its region.
-    place: `[levels, n]`, the step that splits off that cell; rank: the cell's order within the step, `n` for cells that no
-        step splits off.
-        region: `[s]`, region of each step; steps are ordered by level, then region.
-        size: `[s]`, number of cells that it splits off; widest: `[s]`, the largest size of it and the region's earlier steps.
+    place:  `[levels, n]`, the step that splits off that cell.
+    rank:   `[levels, n]`, the cell's order within the step, `n` for cells that no step splits off.
+    region: `[s]`, region of each step; steps are ordered by level, then region.
+    size:   `[s]`, number of cells that it splits off.
+    widest: `[s]`, the largest size of it and the region's earlier steps.
     """
 
     regions: int

@@ -9,10 +9,11 @@ on a processor without AVX-512 it makes that build read 4-bit weights (`_cpu`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
-    ARCHITECTURE name of the original architecture SIGNALS fields of `methods.Signals` that it can give a method; "views" where
-    it can leave out whole images VIDEOS True if videos are served as well; left out otherwise COUNTED True where a method
-    within the encoder may keep a number of tokens that depends on the image, and that its
-                    pixels say (`_processing.Counting`); left out otherwise
+    ARCHITECTURE    name of the original architecture
+    SIGNALS         fields of `methods.Signals` that it can give a method; "views" where it can leave out whole images
+    VIDEOS          True if videos are served as well; left out otherwise
+    COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image and is
+                    computed from its pixels (`_processing.Counting`); left out otherwise
 
 and, under the registered name, a subclass of vLLM's class of that family with the reducer. To add a family, add a file.
 """

@@ -12,7 +12,7 @@ from vlmcompress.engines.vllm.plugin._mended import MODELS, when_imported
 
 
 def register() -> None:
-    """Apply the fix once vLLM's module, which 0.33 does not have, is imported."""
+    """Make vLLM 0.32 count the token table of Medusa heads as loaded, once its module is imported; 0.33 has no such module."""
     when_imported(f"{MODELS}.medusa", _count_table)
 
 

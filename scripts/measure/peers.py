@@ -1,0 +1,210 @@
+#!/usr/bin/env python
+"""Time and memory of quantizing a model, next to llm-compressor and auto-round, as whole processes on one core.
+
+    scripts/measure/peers.py --work DIR    makes a model there and quantizes it with each, in turn
+    scripts/measure/peers.py --render      prints the docs' table, from eval/peers.json
+
+The model has 4 decoder blocks of Qwen2.5-0.5B's shapes after a tower of 8 small blocks, with random weights. Each process
+loads it, reads the same samples with images, quantizes the decoder's linear layers and writes a checkpoint. llm-compressor
+runs as its examples do, with its presets' names. Memory is the anonymous part of the resident set, looked at twenty times a
+second. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "peers.json"
+SAMPLES = 16
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))
+
+OURS = {
+    "fp8": ["--scheme", "fp8"],
+    "rtn": ["--scheme", "rtn", "--set", "options.symmetric=true"],
+    "gptq": ["--scheme", "gptq", "--set", "options.symmetric=true"],
+    "gptq-plus": ["--scheme", "gptq-plus", "--set", "options.symmetric=true"],
+    "awq": ["--scheme", "awq"],
+}
+ROWS = {  # a row of the table: the peer's process, and ours that are compared with it
+    "llm-compressor FP8_DYNAMIC": ["fp8"],
+    "llm-compressor GPTQ W4A16": ["gptq", "gptq-plus"],
+    "llm-compressor AWQ W4A16_ASYM": ["awq"],
+    "auto-round RTN W4A16": ["rtn"],
+}
+
+
+def write_model(folder: Path) -> None:
+    """Write the checkpoint."""
+    import torch
+    from gpu import shapes
+    from transformers import AutoModelForImageTextToText
+
+    full = shapes.FULL["qwen2.5-vl-7b"]
+    text = {**full.text, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4}
+    text |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
+    sizes = {"depth": 8, "hidden_size": 640, "intermediate_size": 1708, "num_heads": 8, "out_hidden_size": 896}
+    shape = shapes.Shape("qwen2_5_vl", text, {**full.vision, **sizes, "fullatt_block_indexes": [7]}, full.patch)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(shapes.config(shape), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = shapes.END, shapes.PAD
+    model.save_pretrained(folder)
+    shapes.processor(shape).save_pretrained(folder)
+
+
+def peer(name: str, model: Path, data: Path, out: Path) -> None:
+    """Quantize with llm-compressor or auto-round, in this process."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    if name.startswith("auto-round"):
+        from auto_round import AutoRound
+
+        AutoRound(str(model), scheme="W4A16", iters=0, device_map="cpu").quantize_and_save(
+            output_dir=str(out), format="auto_round"
+        )
+        return
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    from vlmcompress.models.data import load_samples
+
+    IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # raises where there is no accelerator
+    loaded = AutoModelForImageTextToText.from_pretrained(model, dtype="auto")
+    processor = AutoProcessor.from_pretrained(model)
+    method, preset = name.split()[1], name.split()[-1]
+    options: dict[str, Any] = {"targets": "Linear", "scheme": preset, "ignore": ["re:.*lm_head", "re:.*visual.*"]}
+    modifiers: list[Any] = [GPTQModifier(**options)] if method == "GPTQ" else [QuantizationModifier(**options)]
+    if method == "AWQ":
+        modifiers = [AWQModifier(), *modifiers]
+    run: dict[str, Any] = {"model": loaded, "processor": processor, "recipe": modifiers}
+    if method in ("GPTQ", "AWQ"):
+        rows = []
+        for sample in load_samples(data, samples=SAMPLES, seed=0):
+            content = [{"type": "image"}, {"type": "text", "text": sample.question}]
+            turns = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": [{"type": "text", "text": sample.answer}]},
+            ]
+            text = processor.apply_chat_template(turns)
+            rows.append(dict(processor(text=[text], images=list(sample.images), return_tensors="pt")))
+        loader = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
+        run |= {"dataset": loader, "num_calibration_samples": len(rows)}
+        run |= {"sequential_targets": ["Qwen2_5_VLDecoderLayer"]}
+    oneshot(**run)
+    loaded.save_pretrained(out, save_compressed=True)
+    processor.save_pretrained(out)
+
+
+def measure(command: list[str], out: Path) -> dict[str, float]:
+    """Run a process on one core: seconds of the clock and of the processor, the peak of anonymous memory, bytes written."""
+    shutil.rmtree(out, ignore_errors=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
+    core = max(os.sched_getaffinity(0))
+    with subprocess.Popen(
+        ["taskset", "-c", str(core), *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max([peak, *(int(kib) * 1024 for kib in re.findall(r"RssAnon:\s+(\d+)", status))])
+            time.sleep(0.05)
+    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    weights = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
+    if process.returncode or not weights:
+        raise SystemExit(f"{command}: ended with {process.returncode}")
+    shutil.rmtree(out)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "processor": processor, "anonymous": peak, "written": weights}
+
+
+def render(results: dict[str, list[dict[str, float]]]) -> str:
+    """The docs' table: each peer, then ours with the peer's figure divided by ours."""
+    lines = ["| process | time | processor time | memory at the peak | weights written |", "|---|---|---|---|---|"]
+
+    def middle(name: str, key: str) -> float:
+        return statistics.median(run[key] for run in results[name])
+
+    for name, ours in ROWS.items():
+        for row in (name, *ours):
+            cells = []
+            for key, unit, scale in (
+                ("seconds", "s", 1.0),
+                ("processor", "s", 1.0),
+                ("anonymous", "GB", 1e9),
+                ("written", "GB", 1e9),
+            ):
+                value = middle(row, key) / scale
+                text = f"{value:.0f} {unit}" if unit == "s" else f"{value:.2f} {unit}"
+                if row != name and key != "written":
+                    ratios = sorted(
+                        theirs[key] / own[key] for theirs, own in zip(results[name], results[row], strict=True)
+                    )
+                    text += f" ({ratios[0]:.1f} to {ratios[-1]:.1f} times less)"
+                cells.append(text)
+            label = row if row == name else f"`{row}`"
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure or render; `--peer` is one process of a peer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 3 GB; the model is kept there")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=list(ROWS), help="rows of the table")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--peer", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        return peer(args.peer[0], *map(Path, args.peer[1:]))
+    if not args.render:
+        if args.work is None:
+            parser.error("--work DIR is needed")
+        from gpu import shapes
+        from gpu.part import Place
+
+        model, out = args.work / "bf16", args.work / "out"
+        if not (model / "config.json").is_file():
+            shutil.rmtree(model, ignore_errors=True)
+            write_model(model)
+        data = shapes.calibration(Place(args.work, False))
+        results: dict[str, list[dict[str, float]]] = {}
+        for number in range(args.rounds):
+            for name in args.only:
+                for row in (name, *ROWS[name]):
+                    command = [sys.executable, __file__, "--peer", row, str(model), str(data), str(out)]
+                    if row in OURS:
+                        command = [sys.executable, "-m", "vlmcompress", "quantize", str(model), "-o", str(out)]
+                        command += [*OURS[row], "--calib", str(data), "--samples", str(SAMPLES)]
+                    results.setdefault(row, []).append(measure(command, out))
+                    print(number + 1, row, results[row][-1], file=sys.stderr)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(RESULTS.read_text())
+    print(render(results))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
