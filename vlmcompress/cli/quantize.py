@@ -137,7 +137,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         ("peak memory", f"about {size(plan.peak_bytes)}"),
         ("calibration", data),
         ("devices", devices_text(devices.launch_device_counts(plan))),
-        ("prefix", prefix.get(plan.prefix, "quantized: blocks are solved after quantized ones")),
+        ("prefix", prefix.get(plan.observed_after, "quantized: blocks are solved after quantized ones")),
     ]
     lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
     lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")

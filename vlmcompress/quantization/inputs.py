@@ -156,7 +156,7 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
     inputs = read_inputs(recipe, vlm, data_reason(plan), progress)
-    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.prefix})
+    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.observed_after})
 
 
 def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:

@@ -141,7 +141,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                     counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.batches)
                 # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
                 # the shorter inputs that the reducer leaves the decoder. Images are freed.
-                inputs = replace(inputs, batches=inputs.batches if plan.prefix == "quantized" else [])
+                inputs = replace(inputs, batches=inputs.batches if plan.observed_after == "quantized" else [])
                 inputs = inputs.reduced(reducer, progress)
                 run = Run(
                     plan=plan,

@@ -242,7 +242,7 @@ def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, how):
     assert after.source.path == alone.source.path == derived.path != before.source.path
     same = {
         *("method", "assigned", "blocks", "head", "vision_method", "vision_groups", "schemes", "layers", "budget"),
-        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "prefix", "needs_data"),
+        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "observed_after", "needs_data"),
     }
     for name in sorted(same):
         assert getattr(before, name) == getattr(after, name) == getattr(alone, name), name

@@ -143,7 +143,7 @@ class Plan(Survey):
         )
 
     @property
-    def prefix(self) -> str | None:
+    def observed_after(self) -> str | None:
         """The blocks after which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
         if self.statistics:
             return "float"
@@ -161,7 +161,7 @@ class Plan(Survey):
             "weights_after": self.bytes_after,
             "peak_memory_estimate": self.peak_bytes,
             "needs_calibration_data": self.needs_data,
-            "prefix": self.prefix,
+            "prefix": self.observed_after,
             "allocation": self.allocation,
             "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
             "problems": self.problems,
