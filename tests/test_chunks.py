@@ -165,7 +165,9 @@ def test_rows_of_a_weight(rows, fmt, one_thread):
         quantized = round_to_nearest(w, fmt, global_scale=shared)
         if fmt.group:
             results += [
-                part for part in _ranges.least_error(w, counts[0], fmt, 5, global_scale=shared) if part is not None
+                part
+                for part in _ranges.ranges_of_least_error(w, counts[0], fmt, 5, global_scale=shared)
+                if part is not None
             ]
         return [*results, torch.tensor(solve._weight_error(w, quantized))]
 

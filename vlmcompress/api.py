@@ -29,7 +29,7 @@ from vlmcompress.evaluation.accuracy import accuracy
 from vlmcompress.evaluation.results import Results
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Reading
-from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.numerics.statistics.inputs import STORABLE
 from vlmcompress.quantization.calibrate import KINDS
 from vlmcompress.quantization.calibrate import calibrate as _calibrate
 from vlmcompress.quantization.inputs import Result
@@ -85,7 +85,7 @@ def calibrate(
         UserError: bad input; nothing was written.
     """
     return _calibrate(
-        recipe, needs=NEEDS if needs is None else needs, restart=restart, overwrite=overwrite, progress=progress
+        recipe, needs=STORABLE if needs is None else needs, restart=restart, overwrite=overwrite, progress=progress
     )
 
 

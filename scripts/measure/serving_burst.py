@@ -70,7 +70,7 @@ def burst(
         outcomes, seconds = client.send(running.url, bodies * load.repeats, Load("closed", load.clients))
     counted = counters.counters(running).since(before)
     check(group, variant, outcomes, counted, kind)
-    run = measure.serve_run(
+    run = measure.burst_record(
         outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted
     )  # neither side nor state is used here
     return {

@@ -15,7 +15,7 @@ from tests.kit.vllm_source import edited, package
 from vlmcompress.engines.vllm.plugin import _contract
 from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
 from vlmcompress.engines.vllm.plugin._source import Source
-from vlmcompress.reduction.support import SERVED
+from vlmcompress.reduction.support import SERVED_FAMILIES
 
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]
@@ -45,7 +45,7 @@ def test_comments_name_what_is_there(folder: Callable[[], Path]) -> None:
 
 
 def test_families_are_parts() -> None:
-    assert set(SERVED.names()) <= set(PARTS)
+    assert set(SERVED_FAMILIES.names()) <= set(PARTS)
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:

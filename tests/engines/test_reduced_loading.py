@@ -28,7 +28,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY
-from vlmcompress.reduction.support import SERVED, engine_refusal
+from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
 from vlmcompress.utils.errors import UserError
 
 PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
@@ -71,9 +71,9 @@ def test_a_config_without_a_reducer_is_refused():
         ServedReducer.of(AutoConfig.from_pretrained(DEMO_LLAVA))
 
 
-@pytest.mark.parametrize("family", SERVED.names())
+@pytest.mark.parametrize("family", SERVED_FAMILIES.names())
 def test_every_family_serves_the_baselines_and_no_method_within_the_language_model(family):
-    architecture = SERVED.constant(family, "ARCHITECTURE")
+    architecture = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
     served = {name for name in REGISTRY.names() if engine_refusal(architecture, parse_reducer(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
     assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
@@ -99,7 +99,7 @@ def test_choosing_among_images_needs_encoders_of_whole_images():
 def test_families_have_specs():
     """A reduced checkpoint's positions and counts come from its family's layout."""
     registered = {name for spec in all_specs() for name in spec.model_types}
-    assert {family.replace("-", "_") for family in SERVED.names()} <= registered
+    assert {family.replace("-", "_") for family in SERVED_FAMILIES.names()} <= registered
 
 
 def test_a_family_that_is_not_served_names_those_that_are():

@@ -8,7 +8,7 @@ from torch import Tensor
 from vlmcompress.numerics import decode, find_params, round_to_codes
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, NEEDS, GroupStats
+from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, STORABLE, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}
@@ -31,7 +31,7 @@ def weight(rows: int, width: int, seed: int = 0) -> Tensor:
 
 def statistics(x: Tensor) -> GroupStats:
     """Everything about `x`, the second half of it called vision and the end of that answer; the 16-bit model has the same."""
-    collector = Collector(x.shape[1], {*NEEDS, CROSS})
+    collector = Collector(x.shape[1], {*STORABLE, CROSS})
     mask = torch.ones(len(x), dtype=torch.uint8)
     mask[len(x) // 2 :] = 2
     mask[-len(x) // 8 :] = 3
@@ -53,7 +53,7 @@ def tokens() -> dict[str, Tensor]:
 
 def collected(parts: dict[str, Tensor], repeat: dict[str, int] | None = None) -> GroupStats:
     """Statistics of `parts`, each of which is seen `repeat` times."""
-    collector = Collector(WIDTH, NEEDS)
+    collector = Collector(WIDTH, STORABLE)
     for code, name in enumerate(MODALITIES, start=1):
         for _ in range(1 if repeat is None else repeat[name]):
             collector.add(parts[name], torch.full((len(parts[name]),), code))
@@ -78,7 +78,8 @@ def slow_gptq(w, gram, fmt, damp, actorder):
         i, rest = free[0], free[1:]
         g = i // fmt.group
         s, z = scale[:, g].double(), None if zero is None else zero[:, g].double()
-        result[:, i] = decode(round_to_codes(w[:, i], s, z, fmt), s, z)
+        codes = round_to_codes(w[:, i].float(), scale[:, g].float(), None if zero is None else zero[:, g].float(), fmt)
+        result[:, i] = decode(codes.double(), s, z)
         inverse = torch.linalg.inv(h[free][:, free])
         w[:, rest] -= torch.outer((w[:, i] - result[:, i]) / inverse[0, 0], inverse[0, 1:])
         free = rest

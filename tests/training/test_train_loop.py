@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, order, rate, train
+from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, learning_rate, order, train
 from vlmcompress.utils.work_folder import WorkFolder
 
 
@@ -86,7 +86,7 @@ def test_every_sample_once_in_each_turn():
 
 
 def test_the_rate_rises_and_falls():
-    rates = [rate(step, 100) for step in range(100)]
+    rates = [learning_rate(step, 100) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and max(rates) == 1.0 and 0 < rates[-1] < 0.001
     assert rates[10:] == sorted(rates[10:], reverse=True)
 

@@ -144,7 +144,7 @@ UNSUPPORTED: dict[str, str] = {
 """Model type -> why it is not supported, and an alternative if there is one."""
 
 
-def unknown(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:
+def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:
     """Make the error for a model type without a family.
 
     Args:

@@ -31,7 +31,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._checks import check_architecture, check_experts, check_processor, check_total, unknown
+from vlmcompress.models._checks import (
+    check_architecture,
+    check_experts,
+    check_processor,
+    check_total,
+    unknown_type_error,
+)
 from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import COMPUTED, disk_names, flattened, tied_names, unfound, written_names
 from vlmcompress.models._read import (
@@ -69,7 +75,7 @@ def spec_for(config: dict) -> ModelSpec:
         raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
     spec = family_of(config)
     if spec is None:
-        raise unknown(config, [name for spec in all_specs() for name in spec.model_types])
+        raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
     check_architecture(config)
     check_experts(config, spec)
     return spec
@@ -89,7 +95,7 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
         and isinstance(content.get("model_type"), str)
         and content["model_type"] not in CONFIG_MAPPING
     ):
-        raise unknown(content, [name for spec in all_specs() for name in spec.model_types])
+        raise unknown_type_error(content, [name for spec in all_specs() for name in spec.model_types])
     try:
         with quiet_transformers(), torch.device("meta"):
             meta_model = AutoModelForImageTextToText.from_config(

@@ -20,7 +20,7 @@ from vlmcompress.export import manifest
 from vlmcompress.models import VLM, Group, decoder_blocks, head_group
 from vlmcompress.models.devices import full_float32
 from vlmcompress.numerics.statistics.gradients import Gradients
-from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
 from vlmcompress.quantization.calibration import entropy
 from vlmcompress.quantization.calibration.block_store import block_name
 from vlmcompress.quantization.calibration.gradient_pass import NO_ANSWER, kept_gradients
@@ -50,7 +50,7 @@ from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.schema import Number
 from vlmcompress.utils.work_folder import RUN, WorkFolder, locked_folder
 
-KINDS = NEEDS | {"entropy", "gradient"}
+KINDS = STORABLE | {"entropy", "gradient"}
 """What can be collected: statistics of groups of layers, entropies of blocks (`calibration.entropy`), and gradients of the
 answers' loss (`calibration.gradient_pass`)."""
 
@@ -87,7 +87,7 @@ def statistics_needed(names: Collection[str]) -> frozenset[str]:
 def calibrate(
     recipe: Recipe,
     *,
-    needs: Collection[str] = NEEDS,
+    needs: Collection[str] = STORABLE,
     likes: Collection[str] = (),
     read: Path | None = None,
     restart: bool = False,
@@ -176,7 +176,7 @@ def collect(
     inputs: Inputs,
     blocks: list[list[Group]],
     work: WorkFolder,
-    needs: frozenset[str] = NEEDS,
+    needs: frozenset[str] = STORABLE,
     progress: Progress = silent,
 ) -> None:
     """Observe the decoder's blocks in `inputs.vlm`, which stays as it is, and keep their statistics in `work`.
@@ -191,7 +191,7 @@ def collect(
 
     rows = entropy.TOKENS if "entropy" in needs else 0
     spec = CaptureSpec(
-        needs & NEEDS,
+        needs & STORABLE,
         kv_cache=bool(recipe.kv_cache),
         sampled_rows=rows,
         seed=recipe.seed,

@@ -24,7 +24,7 @@ from vlmcompress.models.devices import accelerator, full_float32, trim
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import Sensitivity
-from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS, GroupStats
+from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE, GroupStats
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibration import tower_attention
 from vlmcompress.quantization.calibration.block_store import (
@@ -223,7 +223,9 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
     # "gradient" is not a statistic of inputs and was read above. Added are the Gram matrix, for the reported errors, and, if
     # inputs are rounded, "absmax", with which the rows are kept that this rounding's error is measured on.
-    statistics = method.needs.statistics & {*NEEDS, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
+    statistics = (
+        method.needs.statistics & {*STORABLE, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
+    )
     spec = CaptureSpec(
         statistics, method.needs.prefix, bool(run.recipe.kv_cache), all_experts=run.recipe.calibrate.all_experts
     )

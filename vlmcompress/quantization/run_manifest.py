@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.export import adapter, manifest
-from vlmcompress.models.data.provenance import skipped_notes, unseen
+from vlmcompress.models.data.provenance import no_image_note, skipped_notes
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.quantization.calibration.solve import BlockResult, warnings
 from vlmcompress.quantization.plan import devices
@@ -63,7 +63,7 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
     recipe, source, lines = plan.recipe, plan.source, _untied(plan)
     if origin is not None:
-        lines += [*skipped_notes(origin), *unseen(origin)]
+        lines += [*skipped_notes(origin), *no_image_note(origin)]
     elif recipe.calibrate.data is not None and not plan.reads_data and not plan.statistics:
         why = "no layer of the language model is quantized, and nothing is learned from them"
         lines.append(f"the calibration data {Path(recipe.calibrate.data).name} were not read: {why}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vlmcompress.reduction.choice import ReducerChoice
     from vlmcompress.reduction.methods import ReducerOptions, TokenCounter
 
-SERVED = Registry("vlmcompress.engines.vllm.plugin", "family")
+SERVED_FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 """The families that vLLM's plugin serves."""
 PREFIX = "Vlmcompress"  # equals `reduction.block.PREFIX`, whose module imports torch
 _MIXED = {
@@ -96,10 +96,10 @@ def needs_encoder(module: ModuleType) -> bool:
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
 
 
-def listens(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
+def reads_encoder(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
     """Whether the method reads signals from within this model's encoder, required or optional ones."""
     takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
-    return needs_encoder(module) or (takes and spec.vision_cls is not None and _closed(spec, config) is None)
+    return needs_encoder(module) or (takes and spec.vision_cls is not None and _no_cls_attention(spec, config) is None)
 
 
 def chooses_images(module: ModuleType) -> bool:
@@ -125,7 +125,7 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     if hasattr(module, "merge"):
         _check_merging(spec, config, module, options)
     elif needs_encoder(module):
-        if reason := _closed(spec, config):
+        if reason := _no_cls_attention(spec, config):
             raise UserError(reason)
         layers = config.vision_config.num_hidden_layers
         if options.shallow is not None and options.shallow >= layers:
@@ -144,7 +144,7 @@ def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
         raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
-def _closed(spec: ModelSpec, config: Any) -> str | None:
+def _no_cls_attention(spec: ModelSpec, config: Any) -> str | None:
     """Why this model's encoder gives no attention from CLS although its family's usual encoder does; None if it does."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
@@ -183,7 +183,7 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
         )
-    least, most = counts(config, module)
+    least, most = count_bounds(config, module)
     if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
         raise UserError(
             f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
@@ -191,12 +191,13 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
         )
 
 
-def counts(config: Any, module: ModuleType) -> tuple[int, int]:
+def count_bounds(config: Any, module: ModuleType) -> tuple[int, int]:
     """The fewest tokens to which a merging method can reduce an image or tile (at most by half per layer), and all tokens."""
     from vlmcompress.reduction.hooks.units import tile
 
     tokens = math.prod(tile(config))
-    return -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1, tokens
+    least = -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1  # rounded up
+    return least, tokens
 
 
 def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
@@ -205,7 +206,7 @@ def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> 
 
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
-    least, most = counts(config, chosen.module)
+    least, most = count_bounds(config, chosen.module)
     if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
         raise UserError(
             f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
@@ -220,7 +221,7 @@ def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
     """
     method, module = reducer.method, reducer.module
     architecture = architecture.removeprefix(PREFIX)
-    families = {SERVED.constant(family, "ARCHITECTURE"): family for family in SERVED.names()}
+    families = {SERVED_FAMILIES.constant(family, "ARCHITECTURE"): family for family in SERVED_FAMILIES.names()}
     if architecture not in families:
         return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
     family, reason = families[architecture], None
@@ -235,7 +236,7 @@ def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
 
 def served(method: str) -> list[str]:
     """List the families whose models vLLM serves with tokens reduced by `method`. Imports neither vLLM nor torch."""
-    return [family for family in SERVED.names() if _serves(family, method)]
+    return [family for family in SERVED_FAMILIES.names() if _serves(family, method)]
 
 
 def _serves(family: str, method: str) -> bool:
@@ -244,9 +245,9 @@ def _serves(family: str, method: str) -> bool:
 
 def _missing(method: str, family: str) -> str:
     """Names of the signals that a method needs but the family's model does not provide."""
-    signals = SERVED.constant(family, "SIGNALS")
+    signals = SERVED_FAMILIES.constant(family, "SIGNALS")
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
-    if adaptive and not SERVED.constant(family, "COUNTED"):
+    if adaptive and not SERVED_FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
     if stage == "pixels":
         return "" if "views" in signals else "what it needs before the encoder"

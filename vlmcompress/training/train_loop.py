@@ -117,7 +117,7 @@ STATE = "state"
 """File name of the loop's state in a work folder."""
 
 
-def rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int) -> float:
     """The learning rate at `step`, counted from 0, as a share of the highest rate."""
     # Linear warm-up, then half a cosine to zero (Loshchilov and Hutter, SGDR, arXiv 1608.03983, without restarts).
     warm = max(1, min(math.ceil(WARM_UP * steps), MOST_WARM_UP))
@@ -218,7 +218,7 @@ class _Loop:
         finite = bool(norm.isfinite())
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.settings.lr * rate(step, self.settings.steps)
+                group["lr"] = self.settings.lr * learning_rate(step, self.settings.steps)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return finite

@@ -26,7 +26,7 @@ CLOSE, ALIKE = 1e-3, 0.9
 
 def run(place: Place) -> dict[str, Any]:
     """Compare all schemes with kernels. Raises `Failed` if errors differ, or the codes of more than a tenth of the rows do."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
     from vlmcompress.quantization.schemes import REGISTRY, _fused, smooth, solve
 
     device = measure.device()
@@ -35,7 +35,7 @@ def run(place: Place) -> dict[str, Any]:
     width, rows = (128, (20, 12)) if place.tiny else (WIDTH, ROWS)
     x, mask = made.inputs(width, 4 * width, device)
     weights = [made.weight(count, width, device, count) for count in rows]
-    stats = made.statistics(x, mask, {*NEEDS, CROSS})
+    stats = made.statistics(x, mask, {*STORABLE, CROSS})
 
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = SCHEMES[name]

@@ -99,7 +99,7 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
         raise Failed(f"{running.name}: {len(bad)} of {len(outcomes)} requests failed, the first: {first}")
     if hits := counted.prefix_hits + counted.media_hits:
         raise Failed(f"{running.name} took {hits:g} tokens or images from a cache that should be off")
-    record = measure.serve_run(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted)
+    record = measure.burst_record(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted)
     longest = max(outcomes, key=lambda outcome: outcome.prompt_tokens)
     return {
         **measure.figures(record),

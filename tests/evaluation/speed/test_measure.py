@@ -12,11 +12,11 @@ from vlmcompress.evaluation.results import LoadRun
 from vlmcompress.evaluation.speed.client import Outcome
 from vlmcompress.evaluation.speed.counters import Counters, parse_metrics
 from vlmcompress.evaluation.speed.measure import (
+    burst_record,
     figures,
     interval,
     memory,
     ratio,
-    serve_run,
     summarise,
 )
 from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
@@ -31,7 +31,7 @@ def outcome(ttft: float, gaps: list[float], error: str = "") -> Outcome:
 
 def test_serve_run() -> None:
     outcomes = [outcome(0.1, [0.01, 0.03]), outcome(0.3, [0.02, 0.02]), outcome(0.0, [], "HTTP 500")]
-    run = serve_run(
+    run = burst_record(
         outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={"ttft": 200, "tpot": 25}, counters=SEEN
     )
     assert (run.completed, run.failed) == (2, 1)
@@ -44,7 +44,7 @@ def test_serve_run() -> None:
     by_name = figures(run)
     assert (by_name["request_throughput"], by_name["output_throughput"]) == (1, 3)
     assert (by_name["ttft_p50_ms"], by_name["ttft_p90_ms"]) == (200, pytest.approx(280))
-    assert serve_run(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, counters=SEEN).goodput is None
+    assert burst_record(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, counters=SEEN).goodput is None
 
 
 def run(side: str, repeat: int, seconds: float, state: str = "cold") -> LoadRun:

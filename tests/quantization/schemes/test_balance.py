@@ -9,7 +9,7 @@ from tests.kit.quant_data import COUNTS, MBQ, WIDTH, collected, losses, slow_gpt
 from vlmcompress.numerics import fake_quantize, find_params
 from vlmcompress.numerics.statistics.balance import Sensitivity, check_balance
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.numerics.statistics.inputs import MODALITIES, NEEDS, GroupStats
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE, GroupStats
 from vlmcompress.quantization.schemes import REGISTRY, awq, gptq, int8, smooth, solve
 
 RATIO = {"text": 3, "vision": 1, "answer": 6}  # repetitions that make the counts equal
@@ -149,7 +149,7 @@ def test_off_is_the_default_and_changes_no_bit(name):
 
 
 def test_a_modality_that_did_not_occur():
-    collector = Collector(WIDTH, NEEDS)
+    collector = Collector(WIDTH, STORABLE)
     collector.add(tokens()["vision"], torch.full((COUNTS["vision"],), 2))
     stats = collector.finish()
     with pytest.raises(ValueError, match="balance needs text and answer tokens, and none reached this layer"):

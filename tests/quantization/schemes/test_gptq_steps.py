@@ -115,7 +115,7 @@ def test_searched_ranges_are_the_best_of_those_tried(fmt):
     worse than with its plain range, and all together they are as good as the best of all shares."""
     w, v = weight(12, 64), torch.rand(64)
     kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
-    scale, zero = _ranges.least_error(w, v, fmt, 20, **kwargs)
+    scale, zero = _ranges.ranges_of_least_error(w, v, fmt, 20, **kwargs)
     low, high = find_ranges(w, fmt)
 
     def counted(scale, zero):
@@ -171,7 +171,7 @@ def rounded(method, w, stats, options):
     smoothing = smooth(method, [w], stats, options)
     s = smoothing.scale
     by = torch.ones(w.shape[1]) if s is None else s
-    q = solve(method, [w * by], stats.rescaled(by), options, torch.bfloat16, smoothing.factor).weights[0]
+    q = solve(method, [w * by], stats.rescaled(by), options, torch.bfloat16, smoothing.factorization).weights[0]
     return q.dequantize(torch.float32) / by, s is not None
 
 
@@ -274,7 +274,7 @@ def test_rounding_continues_from_the_factor_of_the_search(earlier):
     middle = awq.candidates([w], stats, awq.Options(bits=4, group_size=16, symmetric=True))[19 + 9]
     smoothing = smooth(gptq, [w], stats, options)
     s = smoothing.scale
-    feedback = gptq.prepare([w * s], stats.rescaled(s), options, smoothing.factor)
+    feedback = gptq.prepare([w * s], stats.rescaled(s), options, smoothing.factorization)
     for result, by in ((feedback, middle), (gptq.prepare([w * s], stats.rescaled(s), options), s)):
         gram, order = damped(stats, by, 0.05)
         assert torch.equal(result.order, order)

@@ -19,7 +19,7 @@ def effective(w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tensor:
     s = smoothing.scale
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16, smoothing.factor).weights
+    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16, smoothing.factorization).weights
     return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 

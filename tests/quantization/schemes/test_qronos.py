@@ -163,7 +163,7 @@ def test_the_steps_of_gptq_are_taken_here_too(steps):
             smoothing = smooth(method, [w], stats, options)
             s = smoothing.scale
             s = torch.ones(64) if s is None else s
-            solved = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16, smoothing.factor)
+            solved = solve(method, [w * s], stats.rescaled(s), options, torch.bfloat16, smoothing.factorization)
             quantized.append(solved.weights[0].dequantize(torch.float32) / s)
         sums.append((quantized[0], mismatch(original, inputs, w, quantized[1])))
     assert torch.equal(sums[0][0], sums[1][0]) and sums[0][1] < sums[1][1]

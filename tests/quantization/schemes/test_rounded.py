@@ -17,7 +17,7 @@ def effective(method, w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tens
     s = smoothing.scale
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (quantized,) = solve(method, [w], stats, chosen, torch.bfloat16, smoothing.factor).weights
+    (quantized,) = solve(method, [w], stats, chosen, torch.bfloat16, smoothing.factorization).weights
     return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 

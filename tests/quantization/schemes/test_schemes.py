@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
 from vlmcompress.numerics import Scheme
-from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
 from vlmcompress.quantization.schemes import REGISTRY, Quantizer, QuantizerOptions, smooth, solve
 
 WIDTH = 256
@@ -28,7 +28,7 @@ def run(name: str, *, dtype: torch.dtype = torch.float32, scale_dtype: torch.dty
     if s is not None:
         assert s.shape == (WIDTH,) and (s > 0).all() and s.isfinite().all()
         weights, stats = [w.float() * s for w in weights], stats.rescaled(s)
-    solution = solve(method, weights, stats, options, scale_dtype, smoothing.factor)
+    solution = solve(method, weights, stats, options, scale_dtype, smoothing.factorization)
     effective = [q.dequantize(torch.float32) / (1 if s is None else s) for q in solution.weights]
     return effective, solution
 
@@ -42,7 +42,7 @@ def test_names():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_declares_itself(name):
     method = REGISTRY.get(name)
-    assert method.__doc__ and method.needs(method.Options()).statistics <= {*NEEDS, CROSS}
+    assert method.__doc__ and method.needs(method.Options()).statistics <= {*STORABLE, CROSS}
     assert dataclasses.is_dataclass(method.Options) and method.Options.__doc__
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.Options().bits = 2
@@ -149,7 +149,7 @@ def test_dead_inputs_and_zero_weights(name):
     if s is not None:
         assert (s > 0).all() and s.isfinite().all()
         weights, stats = [w * s for w in weights], stats.rescaled(s)
-    solution = solve(method, weights, stats, method.Options(), torch.bfloat16, smoothing.factor)
+    solution = solve(method, weights, stats, method.Options(), torch.bfloat16, smoothing.factorization)
     assert solution.weights[0].dequantize(torch.float32).isfinite().all()
     assert (solution.weights[1].dequantize(torch.float32) == 0).all()
     silent = solve(method, weights, statistics(torch.zeros(8, WIDTH)), method.Options(), torch.bfloat16)

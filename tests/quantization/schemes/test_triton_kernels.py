@@ -65,11 +65,11 @@ def test_range_errors(fmt, triton_kernels):
     """The errors of each range, and the ranges chosen by them."""
     w, counts = weight(ROWS, WIDTH).to(DEVICE), torch.rand(WIDTH, device=DEVICE)
     kwargs = {"scale_dtype": torch.bfloat16, "global_scale": find_global_scale([w]) if fmt.nvfp4 else None}
-    expected = _ranges.least_error(w, counts, fmt, 9, **kwargs)
+    expected = _ranges.ranges_of_least_error(w, counts, fmt, 9, **kwargs)
     plain = [tensor if tensor is None else tensor[None] for tensor in find_params(w, fmt, **kwargs)]
     errors = _ranges._errors(w, *plain, counts, fmt)
     triton_kernels()
     torch.testing.assert_close(_ranges.kernels(w.device).range_errors(w, *plain, counts, fmt), errors)
-    scale, zero = _ranges.least_error(w, counts, fmt, 9, **kwargs)
+    scale, zero = _ranges.ranges_of_least_error(w, counts, fmt, 9, **kwargs)
     assert (scale == expected[0]).double().mean() >= 0.99
     assert zero is None or (zero == expected[1]).double().mean() >= 0.99

@@ -12,7 +12,7 @@ from tests.kit.attached_cases import FAMILIES, INSIDE, given, recorded
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
-from vlmcompress.reduction.support import listens
+from vlmcompress.reduction.support import reads_encoder
 
 pytestmark = pytest.mark.representatives
 
@@ -71,13 +71,13 @@ def test_methods_that_take_attention_do_without_where_there_is_none(family, monk
 def test_attention_is_taken_only_where_the_model_has_it_and_the_method_reads_it():
     spec, config = tiny("llava").spec, copy.deepcopy(tiny("llava").model.config)
     names = ("scope", "cdpruner", "uniform", "fastv", "litevlm", "vscan", "visionzip")
-    heard = {name for name in names if listens(spec, config, REGISTRY.get(name))}
+    heard = {name for name in names if reads_encoder(spec, config, REGISTRY.get(name))}
     assert heard == {"scope", "vscan", "visionzip"}
     config.vision_feature_select_strategy = "full"
-    assert not listens(spec, config, REGISTRY.get("scope"))
+    assert not reads_encoder(spec, config, REGISTRY.get("scope"))
     config = copy.deepcopy(tiny("llava").model.config)
     config.vision_config.model_type = "siglip_vision_model"
-    assert not listens(spec, config, REGISTRY.get("scope"))
+    assert not reads_encoder(spec, config, REGISTRY.get("scope"))
 
 
 @pytest.mark.parametrize("family", INSIDE)

@@ -101,7 +101,7 @@ def test_vscan_takes_as_many_from_each_window_as_published_where_that_divides():
     """96 of 24 x 24: 48 local ones, 3 from each of 16 windows of 6 x 6."""
     s = signals((1, 24, 24))
     tiles = vscan.windows(s.grid, 6)
-    chosen = vscan.local(s.windowed, tiles, 48)
+    chosen = vscan.top_per_window(s.windowed, tiles, 48)
     assert torch.bincount(tiles[chosen]).tolist() == [3] * 16
 
 
@@ -114,7 +114,7 @@ def test_vscan_windows_take_in_what_does_not_divide():
 def test_vscan_meets_a_count_beyond_the_quotas_of_its_windows():
     """20 x 20 in windows of 7: the smallest has 49 tokens, and its quota of 200 is 50."""
     scores = signals((1, 20, 20)).windowed
-    chosen = vscan.local(scores, vscan.windows((1, 20, 20), 7), 200)
+    chosen = vscan.top_per_window(scores, vscan.windows((1, 20, 20), 7), 200)
     assert len(set(chosen.tolist())) == 200
 
 

@@ -20,7 +20,7 @@ from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.search.candidate import Candidate, digest
 from vlmcompress.models.data import Reading
-from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.numerics.statistics.inputs import STORABLE
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.run import quantize
@@ -126,7 +126,7 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
             keys["model"] = str(_ensure(setup.work / f"recovered-{digest(reducer_keys)}", train))
         recipe = resolve(keys).recipe
         needs = QuantMethod(recipe.method, recipe.options).needs.statistics
-        if needs and needs <= NEEDS and not recipe.rotate and not recipe.vision_attention:
+        if needs and needs <= STORABLE and not recipe.rotate and not recipe.vision_attention:
             # Statistics depend only on what comes before the language model: all schemes with one reducer share a folder.
             before = [str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
             plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}

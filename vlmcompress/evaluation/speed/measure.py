@@ -55,7 +55,7 @@ def parse_slo(text: str | None) -> dict[str, float]:
     return limits
 
 
-def serve_run(
+def burst_record(
     outcomes: Sequence[Outcome],
     duration: float,
     *,

@@ -119,7 +119,7 @@ def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[
                 counters.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
             check(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
             of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
-            runs.append(measure.serve_run(outcomes, duration, **of, slo=plan.slo, counters=counted))
+            runs.append(measure.burst_record(outcomes, duration, **of, slo=plan.slo, counters=counted))
     return runs, about
 
 

@@ -78,7 +78,7 @@ def data_notes(facts: dict[str, Any]) -> list[str]:
     lines = []
     if "asked" in facts:
         lines.append(f"{facts['source']} has {facts['samples']} samples, {facts['asked']} were asked for; all are used")
-    lines += unseen(facts)
+    lines += no_image_note(facts)
     if prompts := facts.get("prompts"):
         like = f"'{next(iter(prompts))}'"
         many = f"one of {len(prompts)} prompts, like {like}" if len(prompts) > 1 else f"the prompt {like}"
@@ -91,7 +91,7 @@ def skipped_notes(facts: Mapping[str, Any]) -> list[str]:
     return skipped_lines(facts.get("skipped", {}))
 
 
-def unseen(facts: Mapping[str, Any]) -> list[str]:
+def no_image_note(facts: Mapping[str, Any]) -> list[str]:
     """A note if the data have no image or video; empty otherwise."""
     if facts["images"] or facts.get("videos"):
         return []

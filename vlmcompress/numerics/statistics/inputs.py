@@ -38,7 +38,7 @@ from vlmcompress.numerics import row_chunks
 from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity, shares
 
 SAMPLE = 64  # rows kept of each modality
-NEEDS = frozenset({"gram", "absmax", "absmean"})  # what can be stored
+STORABLE = frozenset({"gram", "absmax", "absmean"})  # what can be stored
 CROSS = "cross"
 _LARGE = 2048  # columns of G computed at a time on an accelerator, where small products cost mostly their launch
 _BLOCK = 256  # columns of G computed at a time on a CPU; measured: skips almost half the work and still suits BLAS
@@ -55,8 +55,8 @@ class GroupStats:
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self.width = width
         self.needs = frozenset(needs)
-        if unknown := self.needs - NEEDS - {CROSS}:
-            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted({*NEEDS, CROSS})}")
+        if unknown := self.needs - STORABLE - {CROSS}:
+            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted({*STORABLE, CROSS})}")
         self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
         self._cross: dict[str, Tensor] = {}  # [in, in]
@@ -189,7 +189,7 @@ class GroupStats:
     def state_dict(self) -> dict[str, Tensor]:
         """All statistics except the cross-Gram matrix, as named tensors for safetensors; Gram matrices as their block upper
         triangle."""
-        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(NEEDS)])}
+        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(STORABLE)])}
         state["block"] = torch.tensor(_BLOCK)
         if self._scale is not None:
             state["scale"] = self._scale
@@ -207,7 +207,7 @@ class GroupStats:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> GroupStats:
         """The inverse of `state_dict`."""
-        needs = [name for name, kept in zip(sorted(NEEDS), state["needs"].tolist(), strict=True) if kept]
+        needs = [name for name, kept in zip(sorted(STORABLE), state["needs"].tolist(), strict=True) if kept]
         stats = cls(int(state["width"]), needs)
         stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
         stats.routed, stats.borrowed = "borrowed" in state, int(state.get("borrowed", 0))

@@ -120,7 +120,7 @@ class Predictor:
         if (scale := smoothing.scale) is not None:
             rows, stats = [row * scale for row in rows], stats.rescaled(scale)
         total, prepared = 0.0, self._prepared if scale is None else {}
-        errors = schemes.sketch(module, rows, stats, options, self.scale_dtype, prepared, smoothing.factor)
+        errors = schemes.sketch(module, rows, stats, options, self.scale_dtype, prepared, smoothing.factorization)
         for row, dw, gram, factor in zip(rows, errors, self.grams, self.factors, strict=True):
             if gram is None:
                 continue

@@ -145,7 +145,7 @@ def solve_block(
     ]
     mine = [group.name for group in distributed.shard(groups)]
     # Scales are searched on weights that other groups' scales have not changed, so workers can share the searches. Each worker
-    # searches for the groups that it solves, and reuses the factors of these searches.
+    # searches for the groups that it solves, and reuses the factorizations of these searches.
     searched: dict[str, Smoothing] = {}
     for group in foldable:
         chosen = method.of(group)
@@ -183,8 +183,10 @@ def solve_block(
     for group in groups:
         group_stats = stats.pop(group.name, None)
         if group.name in mine:
-            factor = searched.pop(group.name, Smoothing()).factor  # as large as the Gram matrix
-            solved[group.name] = _solve_group(group, current(group), group_stats, method.of(group), scale_dtype, factor)
+            factorization = searched.pop(group.name, Smoothing()).factorization  # as large as the Gram matrix
+            solved[group.name] = _solve_group(
+                group, current(group), group_stats, method.of(group), scale_dtype, factorization
+            )
     solved = distributed.merge_dicts(solved)
     for group in groups:
         result.add(solved[group.name])
@@ -197,14 +199,14 @@ def _solve_group(
     stats: GroupStats | None,
     method: QuantMethod,
     scale_dtype: torch.dtype,
-    factor: Any,
+    factorization: Any,
 ) -> BlockResult:
     """Quantize the layers of one group, whose `weights [out_i, in]` and statistics are smoothed already."""
     result, first = BlockResult(), group.linears[0]
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
     with _naming(group, weights):
-        solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factor)
+        solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factorization)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
         others = f"{stats.borrowed} of {sum(stats.count.values())} tokens were not routed to it and count like its own"

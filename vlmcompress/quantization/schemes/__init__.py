@@ -14,9 +14,9 @@ and, where the method has such a step,
 
     smooth(weights, stats, options, scale_dtype) -> Smoothing     per input channel: the op before is divided by its scale
                                                                   [in] and the weights are multiplied by it
-    prepare(weights, stats, options, factor) -> Any               work shared by a group, passed on as `prepared`; its
+    prepare(weights, stats, options, factorization) -> Any        work shared by a group, passed on as `prepared`; its
                                                                   `warnings`, if it has any, are reported to the user.
-                                                                  `factor`: that of `smooth`, None without one
+                                                                  `factorization`: that of `smooth`, or None
     quantize_group(weights, stats, options, scale_dtype, prepared) -> list[QTensor]     `quantize` of a group's weights at
                                                                   once, where that is faster
     input_scale(stats, options) -> Tensor | None                  static scale [1] of the activations (of NVFP4 their global
@@ -84,7 +84,7 @@ def smooth(
     if step is None:
         return Smoothing()
     smoothing: Smoothing = step(weights, balanced, options, scale_dtype)
-    # A factor computed from balanced statistics is dropped: `solve` balances them again and computes its own.
+    # A factorization of balanced statistics is dropped: `solve` balances them again and factorizes them itself.
     return smoothing if balanced is stats else Smoothing(smoothing.scale)
 
 
@@ -95,18 +95,18 @@ def solve(
     stats: GroupStats | None,
     options: QuantizerOptions,
     scale_dtype: torch.dtype,
-    factor: Any = None,
+    factorization: Any = None,
 ) -> Solution:
     """Quantize the weights `[out_i, in]` of one group with the statistics of their input.
 
-    After smoothing, pass the scaled weights (preferably float32), `stats.rescaled(s)` and the `factor` of `smooth`, which is
-    consumed. Smoothing and solving are separate steps because one group's scale may divide the rows of another group's
-    weights: all groups of a block are smoothed before the first is rounded. Layers that an engine fuses into one matrix
-    (q/k/v, gate/up) must be passed together, so that they share the scales that the engine requires to be shared.
+    After smoothing, pass the scaled weights (preferably float32), `stats.rescaled(s)` and the `factorization` of
+    `smooth`, which is consumed. Smoothing and solving are separate steps because one group's scale may divide the rows of
+    another group's weights: all groups of a block are smoothed before the first is rounded. Layers that an engine fuses into
+    one matrix (q/k/v, gate/up) must be passed together, so that they share the scales that the engine requires to be shared.
     """
     stats = _balanced(stats, options)
     prepare = getattr(method, "prepare", None)
-    prepared = None if prepare is None else prepare(weights, stats, options, factor)
+    prepared = None if prepare is None else prepare(weights, stats, options, factorization)
     input_scale, together = getattr(method, "input_scale", None), getattr(method, "quantize_group", None)
     return Solution(
         together(weights, stats, options, scale_dtype, prepared)
@@ -125,12 +125,12 @@ def sketch(
     options: QuantizerOptions,
     scale_dtype: torch.dtype,
     prepared: MutableMapping[Any, Any],
-    factor: Any = None,
+    factorization: Any = None,
 ) -> list[Tensor]:
     """Estimate the errors `q - w` of `solve`, for a selection of rows `[rows_i, in]` of each weight.
 
     Args:
-        factor: as in `solve`.
+        factorization: as in `solve`.
         prepared: cache of the methods' `prepare` results for this group; reuse it only with the same statistics.
     """
     stats = _balanced(stats, options)
@@ -141,7 +141,7 @@ def sketch(
         key = (method.__name__, *(repr(getattr(options, name)) for name in names)) if names else None
         shared = prepared.get(key) if key else None
         if shared is None:
-            shared = prepare(weights, stats, options, factor)
+            shared = prepare(weights, stats, options, factorization)
             if key:
                 prepared[key] = shared
     if cheap is not None:

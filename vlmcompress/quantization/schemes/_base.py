@@ -40,11 +40,11 @@ class Smoothing:
 
     Attributes:
         scale: `[in]`, float32: the group's input is divided and its weights are multiplied by it; None: both stay as they are.
-        factor: a result of the search that `prepare` can reuse, once; None: there is none.
+        factorization: a result of the search that `prepare` can reuse, once; None: there is none.
     """
 
     scale: Tensor | None = None
-    factor: Any = None
+    factorization: Any = None
 
 
 @dataclass(frozen=True)

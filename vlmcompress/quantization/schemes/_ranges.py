@@ -3,7 +3,8 @@
 If a range covers a whole group, the group's largest value alone determines the step. A smaller range clips but has a finer
 step; with symmetric codes, which have one more value below zero than above, a larger range may also be better.
 
-`least_error` chooses for each row and group the share of the plain range with the smallest error of rounding to nearest,
+`ranges_of_least_error` chooses for each row and group the share of the plain range with the smallest error of rounding to
+nearest,
 
     sum_j v_j (w_j - Q(w_j))^2
 
@@ -46,7 +47,7 @@ _COLUMNS = 128  # columns, in whole groups, whose errors are computed together
 _CACHED = 1 << 17  # elements per part, so that a few float32 copies fit into a core's cache
 
 
-def least_error(
+def ranges_of_least_error(
     w: Tensor,
     importance: Tensor,
     fmt: Format,

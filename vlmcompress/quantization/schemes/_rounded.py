@@ -119,17 +119,23 @@ class Rounded:
         scales = awq.candidates(weights, stats, awq.Options(group_size=self.fmt.group))
         if options.smoothing == "feedback":
             return gptq.smooth_for_feedback(weights, scales, stats, options.feedback, self.fmt, scale_dtype)
-        return Smoothing(awq.least_error(weights, scales, stats.gram(), self.fmt, scale_dtype, options.max_code))
+        return Smoothing(
+            awq.scale_of_least_error(weights, scales, stats.gram(), self.fmt, scale_dtype, options.max_code)
+        )
 
     def prepare(
-        self, weights: list[Tensor], stats: GroupStats | None, options: Options, factor: gptq.Factor | None = None
+        self,
+        weights: list[Tensor],
+        stats: GroupStats | None,
+        options: Options,
+        factorization: gptq.Factorization | None = None,
     ) -> Prepared:
         """Compute the group's global scale, and what its rounding needs from the Gram matrix."""
         # vLLM takes the largest global scale of what it fuses and applies it to the scales of all of them.
         shared = find_global_scale(weights) if self.fmt.nvfp4 else None
         if options.rounding == "gptq":
             assert stats is not None
-            feedback = gptq.prepare(weights, stats, options.feedback, factor)
+            feedback = gptq.prepare(weights, stats, options.feedback, factorization)
             return Prepared(shared, feedback, None, feedback.warnings)
         return Prepared(shared, None, stats.gram() if options.rounding == "awq" and stats else None)
 

@@ -106,10 +106,10 @@ def smooth(
 ) -> Smoothing:
     """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
     scales, fmt = candidates(weights, stats, options), scheme(options).weights
-    return Smoothing(least_error(weights, scales, stats.gram(), fmt, scale_dtype))
+    return Smoothing(scale_of_least_error(weights, scales, stats.gram(), fmt, scale_dtype))
 
 
-def least_error(
+def scale_of_least_error(
     weights: list[Tensor],
     scales: list[Tensor],
     gram: Tensor,
@@ -168,7 +168,7 @@ def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> li
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None) -> Tensor | None:
     """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
     return stats.gram() if options.clip else None
 

@@ -56,7 +56,7 @@ def scheme(options: Options) -> Scheme:
     return Scheme(Format("float", 8, 0 if options.weights == "tensor" else -1), ActFormat("float", 8, dynamic=False))
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: None = None) -> Tensor | None:
+def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None) -> Tensor | None:
     """The largest absolute weight of the group, `[1]`; None with a scale per row."""
     if options.weights == "channel":
         return None

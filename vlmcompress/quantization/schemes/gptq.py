@@ -39,10 +39,12 @@ from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
-from vlmcompress.quantization.schemes._ranges import least_error
+from vlmcompress.quantization.schemes._ranges import ranges_of_least_error
 
 PREPARED_BY = ("damp", "actorder", "balance")
 _FACTORED = 256  # columns factorized at a time
+_ATTEMPTS = 8  # factorizations that are tried, each with more damping
+_DAMP_GROWTH = 10  # damping of an attempt relative to the one before
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def smooth(
 
 
 @dataclass(frozen=True)
-class Factor:
+class Factorization:
     """The error feedback of inputs divided by `scale [in]`."""
 
     feedback: Feedback
@@ -137,31 +139,34 @@ def smooth_for_feedback(
     feedback = _factorized(stats.rescaled(middle), options)
     residual_weight = feedback.residual_weight * middle.square()  # R_jj^2 for unscaled inputs
 
-    def left(rows: Tensor, tried: Tensor) -> Tensor:
+    def remaining_error(rows: Tensor, tried: Tensor) -> Tensor:
         # With H_s = S^-1 H S^-1 the factor is S^-1 R, and the error of W s is s D: (s_j D_j)^2 R_jj^2 / s_j^2 = D_j^2 R_jj^2.
         d = awq.errors(rows, tried, residual_weight, fmt, scale_dtype, fmt.max_codes[0])  # D [k, rows, in]
         return (d.square_() @ residual_weight).sum(1, dtype=torch.float64)
 
     divided = middle if stats.scale is None else middle * stats.scale
-    return Smoothing(awq.best_scale(weights, scales, left), Factor(feedback, divided))
+    return Smoothing(awq.best_scale(weights, scales, remaining_error), Factorization(feedback, divided))
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: Factor | None = None) -> Feedback:
-    """Factorize the Gram matrix of the group's input, with more damping while it is not definite, or reuse the factor of
-    `smooth`. Raises ValueError if no damping suffices.
+def prepare(
+    weights: list[Tensor], stats: GroupStats, options: Options, factorization: Factorization | None = None
+) -> Feedback:
+    """Factorize the Gram matrix of the group's input, with more damping while it is not definite, or reuse the
+    factorization of `smooth`. Raises ValueError if no damping suffices.
 
     With inputs divided by s the factor is `S^-1 R`.
     """
-    if factor is None:
+    if factorization is None:
         return _factorized(stats, options)
-    # The factor is for inputs divided by `factor.scale`, `stats` for inputs divided by `stats.scale`.
-    return factor.feedback.rescaled(1 / factor.scale if stats.scale is None else stats.scale / factor.scale)
+    # `factorization` is for inputs divided by its `scale`, `stats` for inputs divided by `stats.scale`.
+    scale = factorization.scale
+    return factorization.feedback.rescaled(1 / scale if stats.scale is None else stats.scale / scale)
 
 
 def _factorized(stats: GroupStats, options: Options) -> Feedback:
     """Factorize the Gram matrix of `stats`."""
     damp = options.damp
-    for _ in range(8):
+    for _ in range(_ATTEMPTS):
         # H = X^T X [in, in] float32; the paper's H is twice that, which changes no quotient R_ji / R_ii.
         h = stats.gram()
         diagonal = h.diagonal().clone()
@@ -184,7 +189,7 @@ def _factorized(stats: GroupStats, options: Options) -> Feedback:
             pivots, residual_weight = h.diagonal().clone(), torch.zeros_like(diagonal)
             residual_weight[order] = pivots.square()
             return Feedback(order, h.div_(pivots[:, None]), residual_weight.masked_fill_(dead, 0), pivots, warnings)
-        damp *= 10
+        damp *= _DAMP_GROWTH
     raise ValueError("the Gram matrix of the calibration statistics cannot be factorized; collect them again")
 
 
@@ -260,7 +265,7 @@ def ranges(
     `kwargs`: further arguments of `numerics.find_params`.
     """
     if options.clip:
-        return least_error(weight, feedback.residual_weight, fmt, options.clip_grid, **kwargs)
+        return ranges_of_least_error(weight, feedback.residual_weight, fmt, options.clip_grid, **kwargs)
     return find_params(weight, fmt, importance=stats.importance(), **kwargs)
 
 

@@ -118,7 +118,7 @@ def smooth(
     # The scale 1 is always compared. The mean pools all tokens, as published; the loss weights them with G = G_answer /
     # n_answer + rho G_vision / n_vision up to a factor.
     _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
-    return Smoothing(awq.least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
+    return Smoothing(awq.scale_of_least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
 
 
 def quantize(

@@ -90,10 +90,12 @@ def needs(options: Options) -> Needs:
     )
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factor: gptq.Factor | None = None) -> Prepared:
+def prepare(
+    weights: list[Tensor], stats: GroupStats, options: Options, factorization: gptq.Factorization | None = None
+) -> Prepared:
     """Factorize the Gram matrix of the group's input, and compute its weighted cross-Gram matrix."""
     cross = stats.cross() if options.correct else None
-    return Prepared(gptq.prepare(weights, stats, options, factor), cross)
+    return Prepared(gptq.prepare(weights, stats, options, factorization), cross)
 
 
 def quantize(

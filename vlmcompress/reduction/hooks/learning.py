@@ -20,7 +20,7 @@ from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._merging import EncoderHooks, M, merger_of, pictures
 from vlmcompress.reduction.hooks.units import patch
 from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
-from vlmcompress.reduction.support import counts
+from vlmcompress.reduction.support import count_bounds
 from vlmcompress.reduction.threshold_file import METHOD, load_thresholds, tower
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
@@ -84,7 +84,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
     images = [
         picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
     ]
-    least, tokens = counts(vlm.model.config, chosen.module)
+    least, tokens = count_bounds(vlm.model.config, chosen.module)
     return fit_counter(images, count_kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
 
 

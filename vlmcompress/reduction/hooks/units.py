@@ -177,11 +177,11 @@ def typed(vlm: VLM, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def prompt_text(vlm: VLM, ids: Tensor, mask: Tensor) -> Tensor:
     """Mark the words of the prompt, `[b, s]` bool: no padding, placeholder or other special token."""
-    wordless = no_words(vlm.processor.tokenizer, getattr(vlm.model.config, vlm.spec.image_token))
+    wordless = special_ids(vlm.processor.tokenizer, getattr(vlm.model.config, vlm.spec.image_token))
     return mask & ~torch.isin(ids, torch.tensor(sorted(wordless), device=ids.device))
 
 
-def no_words(tokenizer: Any, image_token: int) -> set[int]:
+def special_ids(tokenizer: Any, image_token: int) -> set[int]:
     """Token ids of the placeholder and of all other special tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | {*tokenizer.all_special_ids, image_token}

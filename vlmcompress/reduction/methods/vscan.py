@@ -71,7 +71,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     count = budget(signals.grid, options)
     kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
     window = windows(signals.grid, options.window, kept.device)
-    kept[local(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
+    kept[top_per_window(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
     # Global scan, among the tokens not chosen by the local scan.
     rest = signals.saliency.float().masked_fill(kept, -torch.inf)
     kept[top(rest, count - count // 2)] = True
@@ -98,7 +98,7 @@ def _tiles(grid: Grid, side: int) -> Grid:
     return grid[0], max(1, grid[1] // side), max(1, grid[2] // side)
 
 
-def local(scores: Tensor, window: Tensor, count: int, number: int | None = None) -> Tensor:
+def top_per_window(scores: Tensor, window: Tensor, count: int, number: int | None = None) -> Tensor:
     """Indices `[count]` of the highest scores, at most `count / windows`, rounded up, from each window.
 
     Args:

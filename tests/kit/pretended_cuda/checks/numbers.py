@@ -16,7 +16,7 @@ from tests.kit.pretended_cuda import hidden
 from tests.kit.pretended_cuda.checks import CUDA, FAMILIES, recipe
 from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import all_specs
-from vlmcompress.numerics.statistics.inputs import NEEDS
+from vlmcompress.numerics.statistics.inputs import STORABLE
 from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
@@ -67,7 +67,7 @@ def test_a_mixture_of_methods(world, tmp_path):
 
 def test_statistics_and_what_reads_them(world, tmp_path):
     """Calibration with gradients; blocks from statistics; bits shared out; errors measured from files."""
-    calibrate(recipe(world, tmp_path / "stats", scheme="gptq"), needs={*NEEDS, "gradient"})
+    calibrate(recipe(world, tmp_path / "stats", scheme="gptq"), needs={*STORABLE, "gradient"})
     keys = {"scheme": "gptq", "calibrate": {"stats": str(tmp_path / "stats")}}
     result = quantize(recipe(world, tmp_path / "out", **keys))
     with hidden():

@@ -18,7 +18,7 @@ from tests.kit.pretended_cuda.checks import CUDA
 from vlmcompress.models import decoder_blocks, load
 from vlmcompress.models.data import encode as encoded
 from vlmcompress.numerics.statistics.balance import Sensitivity
-from vlmcompress.numerics.statistics.inputs import CROSS, NEEDS
+from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
 from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
@@ -97,7 +97,7 @@ def test_waits_of_solving(observed, scheme, count):
     """More samples cost no wait more."""
     module = SCHEMES.get(scheme)
     method = QuantMethod(module, module.Options())
-    needs = (method.needs.statistics | {"gram"}) & {*NEEDS, CROSS}
+    needs = (method.needs.statistics | {"gram"}) & {*STORABLE, CROSS}
     groups, weights, norms, stats = observed(count, frozenset(needs))
     with counting() as counts:
         solve_block(groups, dict(weights), stats, method, torch.bfloat16, {}, norms, 0.0)

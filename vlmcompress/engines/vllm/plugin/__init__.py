@@ -27,7 +27,7 @@ from vlmcompress.engines.vllm.plugin._cpu import (
     multiply_fp8,
     unpack_on_load,
 )
-from vlmcompress.reduction.support import PREFIX, SERVED
+from vlmcompress.reduction.support import PREFIX, SERVED_FAMILIES
 
 __all__ = ["SERVED", "register"]
 
@@ -43,8 +43,8 @@ def register() -> None:
     from vlmcompress.engines.vllm.plugin import _draft, _medusa, _mended
     from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
 
-    for family in SERVED.names():
-        original = SERVED.constant(family, "ARCHITECTURE")
+    for family in SERVED_FAMILIES.names():
+        original = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
         name, reason = PREFIX + original, refusal(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
         # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class named by a string only when it

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.models import spec_for
-from vlmcompress.reduction.hooks.units import no_words
+from vlmcompress.reduction.hooks.units import special_ids
 
 ARGUMENT = "query"
 FIELD = "query_ids"
@@ -47,11 +47,11 @@ class AskingProcessor:
             text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
         if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
             raise ValueError(f"'{ARGUMENT}' must be a text, got {text!r}")
-        return [token for token in text if token not in self._no_words]
+        return [token for token in text if token not in self._special_ids]
 
     @functools.cached_property
-    def _no_words(self) -> set[int]:
-        return no_words(self.info.get_tokenizer(), self._placeholder)
+    def _special_ids(self) -> set[int]:
+        return special_ids(self.info.get_tokenizer(), self._placeholder)
 
     @property
     def _placeholder(self) -> int:

@@ -70,7 +70,7 @@ class ViewsProcessor:
         where = (ids == processor._placeholder).nonzero().flatten().tolist()[:images]
         if len(where) < images:
             return None  # vLLM refuses it
-        words = ~torch.isin(ids, torch.tensor(sorted(processor._no_words)))
+        words = ~torch.isin(ids, torch.tensor(sorted(processor._special_ids)))
         named = views.find_question(self._tokenizer, ids, words, [(column, 1) for column in where])
         if question is not None:
             named = dataclasses.replace(named, question=processor._words(question))

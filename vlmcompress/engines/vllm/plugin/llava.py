@@ -21,7 +21,7 @@ from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProc
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
 from vlmcompress.models import spec_for
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import listens
+from vlmcompress.reduction.support import reads_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
@@ -48,7 +48,7 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         tower: Any = self.vision_tower
         if self.reducer.merges:
             self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer, self.config)
-        elif listens(spec_for({"model_type": self.config.model_type}), self.config, method):
+        elif reads_encoder(spec_for({"model_type": self.config.model_type}), self.config, method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
 
