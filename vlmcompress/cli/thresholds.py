@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> Outcome:
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress thresholds", progress)
         with on_accelerator(vlm):
-            learned = learning.learn_thresholds(vlm, inputs.batches, reducer, progress)
-            kept = learning.count_kept(vlm, inputs.batches, learned)
+            learned = learning.learn_thresholds(vlm, inputs.samples, reducer, progress)
+            kept = learning.count_kept(vlm, inputs.samples, learned)
     content = threshold_file.save_thresholds(out, vlm, learned, kept, inputs.origin or {})
     facts = content["kept"]
     lines = [

@@ -121,7 +121,7 @@ def calibrate(
             vlm = models.load(path, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
             vlm = replace(vlm, path=recipe.model)
         whole = read_inputs(recipe, vlm, "vlmcompress calibrate", progress)
-        reducer = fit_reducer(recipe.reduce, vlm, whole.batches, progress)
+        reducer = fit_reducer(recipe.reduce, vlm, whole.samples, progress)
         inputs = whole.reduced(reducer, progress)
         vlm, origin = inputs.vlm, inputs.origin
         assert origin is not None
@@ -146,7 +146,7 @@ def calibrate(
         with torch.inference_mode(False), torch.no_grad(), naming(whole.names):
             if "gradient" in needs:
                 with phase("gradients"):
-                    kept_gradients(work, vlm, inputs.batches, progress)
+                    kept_gradients(work, vlm, inputs.samples, progress)
             collect(recipe, inputs, steps, work, needs, progress)
         if distributed.is_main():
             facts = _description(recipe, whole.vlm, weights, steps) | {"needs": sorted(needs), RUN: work.run}
@@ -203,7 +203,7 @@ def collect(
         return not rows and work.has(block_name(layer))  # entropies compare a block with the one before
 
     options: dict[str, Any] = {"finished": finished, "release": True, "progress": progress}
-    for layer, captured in capture_blocks(inputs.vlm, blocks, inputs.batches, spec, **options):
+    for layer, captured in capture_blocks(inputs.vlm, blocks, inputs.samples, spec, **options):
         if captured is None:
             continue
         if distributed.is_main() and not work.has(block_name(layer)):

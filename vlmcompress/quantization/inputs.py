@@ -48,14 +48,14 @@ class Inputs:
 
     Attributes:
         vlm: the model; after a reducer its decoder alone, with the same modules.
-        batches: encoded samples (`models.data.encode`), one a batch; empty where nothing has to be run.
+        samples: encoded samples (`models.data.encode`); empty if no block is run.
         origin: the manifest's description of the calibration data; None for no calibration.
         resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
-        names: what messages call the samples of `batches`.
+        names: what messages call the samples.
     """
 
     vlm: VLM
-    batches: list[dict[str, Tensor]]
+    samples: list[dict[str, Tensor]]
     origin: dict[str, Any] | None
     resize: Resize | None = None
     names: Sequence[str] = ()
@@ -63,10 +63,10 @@ class Inputs:
     def reduced(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder after a reducer; unchanged if there are no samples or no reducer before the decoder."""
         chosen = calibrated(reducer)
-        if chosen is None or not self.batches or self.origin is None:
+        if chosen is None or not self.samples or self.origin is None:
             return self
         with phase("reducing"):
-            shorter = reduced(self.vlm, self.batches, chosen, progress)
+            shorter = reduced(self.vlm, self.samples, chosen, progress)
         origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
         return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names)
 
@@ -119,19 +119,19 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     count = settings.samples // 2 * 2 if mixed else settings.samples
     origin = provenance(
         pictured,
-        usable.batches,
+        usable.samples,
         source,
         seed=recipe.seed,
         processor=vlm.processor,
         text=(worded, mixed) if mixed else None,
-        requested=count if len(usable.batches) + len(usable.skipped) < count else None,
+        requested=count if len(usable.samples) + len(usable.skipped) < count else None,
         skipped={**samples.skipped, **texts.skipped, **usable.skipped},
     )
     origin |= {"resize": resize.model_dump()} if resize else {}
     check_balance_data(recipe, origin["tokens"], source)
     for line in [*skipped_lines(usable.skipped), *data_notes(origin)]:
         note(line)
-    return Inputs(vlm, usable.batches, origin, resize, [every[number].name for number in usable.numbers])
+    return Inputs(vlm, usable.samples, origin, resize, [every[number].name for number in usable.numbers])
 
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
@@ -151,7 +151,7 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
         resize, samples = plan.statistics.resize, []
         if recipe.vision_attention or (tokens and tokens.counted):
             resized = recipe.model_copy(update={"resize": resize})
-            samples = read_inputs(resized, vlm, data_reason(plan), progress).batches
+            samples = read_inputs(resized, vlm, data_reason(plan), progress).samples
         return Inputs(vlm, samples, plan.statistics.origin, resize)
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)

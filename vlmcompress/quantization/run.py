@@ -134,14 +134,14 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                 attention = None
                 with phase("vision attention"):
                     if recipe.vision_attention:
-                        attention = tower_attention.attention_scales(vlm, inputs.batches, progress)
+                        attention = tower_attention.attention_scales(vlm, inputs.samples, progress)
                 with phase("reducer"):
                     fitted = plan.statistics.reducer if plan.statistics else None
-                    reducer = fit_reducer(recipe.reduce, vlm, inputs.batches, progress, fitted)
-                    counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.batches)
+                    reducer = fit_reducer(recipe.reduce, vlm, inputs.samples, progress, fitted)
+                    counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.samples)
                 # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
                 # the shorter inputs that the reducer leaves the decoder. Images are freed.
-                inputs = replace(inputs, batches=inputs.batches if plan.observed_after == "quantized" else [])
+                inputs = replace(inputs, samples=inputs.samples if plan.observed_after == "quantized" else [])
                 inputs = inputs.reduced(reducer, progress)
                 run = Run(
                     plan=plan,
@@ -189,7 +189,7 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
         allocate.take_gradients(run.work)
     distributed.barrier()
     with torch.inference_mode(False), torch.no_grad(), full_float32():
-        if inputs.batches:
+        if inputs.samples:
             _capture_and_solve(run, inputs)
         else:
             _solve_from_statistics(run)
@@ -204,7 +204,7 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
     from vlmcompress.quantization.calibration.gradient_pass import kept_sensitivities
 
-    vlm, samples, work, progress = inputs.vlm, inputs.batches, run.work, run.progress
+    vlm, samples, work, progress = inputs.vlm, inputs.samples, run.work, run.progress
     method, blocks, norm_offset = run.plan.method, run.plan.steps, vlm.spec.norm_offset
     sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
     with phase("gradients"):

@@ -82,8 +82,8 @@ def test_statistics_are_those_of_both(world, tmp_path):
         verb.result(tmp_path, world / "llava", facts, 1.0)
     )
     vlm = models.load(world / "llava")
-    batches = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").batches
-    assert ["pixel_values" in batch for batch in batches] == [True] * 4 + [False] * 4
+    encoded = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").samples
+    assert ["pixel_values" in sample for sample in encoded] == [True] * 4 + [False] * 4
     both, _ = statistics_folder.read_statistics(tmp_path / "both").load(0)
     pooled = {"text": 1.0, "vision": 1.0, "answer": 1.0}
     inputs: list[torch.Tensor] = []
@@ -91,9 +91,9 @@ def test_statistics_are_those_of_both(world, tmp_path):
     group = both["qkv"]
     linear = vlm.model.get_submodule(decoder_blocks(vlm.model, vlm.spec)[0][0].linears[0])
     linear.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0].float()))
-    for batch in batches:
+    for sample in encoded:
         with torch.no_grad():
-            vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
+            vlm.model(**{key: value for key, value in sample.items() if key != "modality"})
     x = torch.cat(inputs)
     torch.testing.assert_close(group.gram(pooled), x.T @ x, rtol=1e-2, atol=1e-2 * float((x.T @ x).diagonal().mean()))
     assert sum(group.count.values()) == len(x) == sum(origin["tokens"].values())

@@ -135,12 +135,12 @@ def test_images_that_a_model_cannot_take(loaded, kind, size):
     fine = [sample((90, 60), name=f"row {number}") for number in range(19)]
     usable = encode_usable([*fine[:7], odd, *fine[7:]], vlm, "data.jsonl")
     assert usable.numbers == [number for number in range(20) if number != 7] and list(usable.skipped) == ["row 7"]
-    assert len(usable.batches) == 19
+    assert len(usable.samples) == 19
     few = [odd, dataclasses.replace(odd, origin="row 8"), *fine[:6]]
     refused(
         lambda: encode_usable(few, vlm, "data.jsonl"), "data.jsonl: 2 of 8 samples cannot be used: row 7, row 8: the"
     )
-    assert len(encode_usable(few, vlm, "data.jsonl", reading=Reading(skip_bad=2)).batches) == 6
+    assert len(encode_usable(few, vlm, "data.jsonl", reading=Reading(skip_bad=2)).samples) == 6
 
 
 def test_samples_that_are_too_long_are_skipped_like_others(loaded):

@@ -61,18 +61,18 @@ def encode(
             cannot read half an image.
         progress: called with (label, done, total).
     """
-    batches, features = [], Features(vlm)
+    encoded, features = [], Features(vlm)
     for sample in samples:
-        batches.append(_encode_one(sample, features, max_length))
-        progress("encoding samples", len(batches), len(samples))
-    return batches
+        encoded.append(_encode_one(sample, features, max_length))
+        progress("encoding samples", len(encoded), len(samples))
+    return encoded
 
 
 @dataclass(frozen=True)
 class Usable:
     """Inputs of the samples that a model accepts, the indices of these, and the skipped ones: name -> reason."""
 
-    batches: list[Inputs]
+    samples: list[Inputs]
     numbers: list[int]
     skipped: dict[str, str]
 
@@ -98,14 +98,14 @@ def encode_usable(
     usable = Usable([], [], {})
     for number, sample in enumerate(samples):
         try:
-            usable.batches.append(_encode_one(sample, features, max_length))
+            usable.samples.append(_encode_one(sample, features, max_length))
             usable.numbers.append(number)
         except BadSample as error:
             usable.skipped[sample.name] = str(error)
         progress("encoding samples", number + 1, len(samples))
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
-    if bad and (many or not usable.batches):
+    if bad and (many or not usable.samples):
         raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
     return usable
 

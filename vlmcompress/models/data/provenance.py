@@ -24,7 +24,7 @@ from vlmcompress.utils import hub, identity
 
 def provenance(
     samples: Sequence[Sample],
-    batches: Sequence[dict[str, Tensor]],
+    encoded: Sequence[dict[str, Tensor]],
     source: str | Path,
     *,
     seed: int | None = None,
@@ -37,7 +37,7 @@ def provenance(
 
     Args:
         samples: the samples with images, from `load_samples`.
-        batches: all samples from `encode`, including text-only ones.
+        encoded: all samples from `encode`, including text-only ones.
         source: where the samples came from; the last part of the path is recorded, or an id on the Hub with its commit.
         seed: the seed by which the samples were chosen.
         processor: the processor whose chat template's hash is recorded.
@@ -52,15 +52,15 @@ def provenance(
     facts: dict[str, Any] = {
         **_source(source),
         "sha256": sha256,
-        "samples": len(batches),
+        "samples": len(encoded),
         "images": images,
-        **token_counts(batches),
+        **token_counts(encoded),
     }
     if videos := {video.digest() for sample in samples for video in sample.videos}:
         facts["videos"] = len(videos)
     if text is not None:
         facts["text"] = {**_source(text[1]), "sha256": data_hash(text[0]), "samples": len(text[0])}
-    if requested is not None and len(batches) < requested:
+    if requested is not None and len(encoded) < requested:
         facts["asked"] = requested
     if skipped:
         facts["skipped"] = dict(skipped)
@@ -102,11 +102,11 @@ def _source(path: str | Path) -> dict[str, str]:
     return hub.identity(path) or {"source": Path(path).name}
 
 
-def token_counts(batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+def token_counts(samples: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
     """Count tokens: `tokens` by modality, and `visual_share`, the share of visual ones."""
     counts = torch.zeros(4, dtype=torch.long)
-    for batch in batches:
-        counts += batch["modality"].flatten().long().bincount(minlength=4).cpu()
+    for sample in samples:
+        counts += sample["modality"].flatten().long().bincount(minlength=4).cpu()
     tokens = {"text": int(counts[TEXT]), "vision": int(counts[VISION]), "answer": int(counts[ANSWER])}
     total = sum(tokens.values())
     return {"tokens": tokens, "visual_share": round(tokens["vision"] / total, 4) if total else 0.0}

@@ -51,7 +51,7 @@ _KINDS = 1 + len(MODALITIES)  # kinds of tokens; the first is ignored
 
 def gradients(
     vlm: VLM,
-    batches: Sequence[dict[str, Tensor]],
+    samples: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
     *,
     checkpointed: bool = True,
@@ -59,14 +59,14 @@ def gradients(
     """Gradients of the answers' loss at the outputs of the decoder's linear layers, averaged over samples and tokens.
 
     Args:
-        batches: from `encode`, one sample each; samples without an answer are passed over.
+        samples: from `encode`; samples without an answer are passed over.
         progress: called with (label, done, total).
         checkpointed: keep the graph of one block instead of all; does not change the result.
 
     Raises:
         UserError: no sample has an answer, or a gradient is not finite.
     """
-    answered = [index for index, batch in enumerate(batches) if (batch["modality"][:, :-1] == ANSWER).any()]
+    answered = [index for index, sample in enumerate(samples) if (sample["modality"][:, :-1] == ANSWER).any()]
     if not answered:
         raise UserError(NO_ANSWER)
     blocks: list[list[str]] = [[] for _ in models.decoder_layers(vlm.model, vlm.spec)]
@@ -80,9 +80,9 @@ def gradients(
             stack.enter_context(context)
         stack.enter_context(float_products(vlm.model))
         progress("gradients", 0, len(answered))
-        for rows in distributed.shard(bucket_by_length([batches[index] for index in answered])):
+        for rows in distributed.shard(bucket_by_length([samples[index] for index in answered])):
             indices = [answered[row] for row in rows]
-            batch = {key: value.to(device) for key, value in collate([batches[index] for index in indices]).items()}
+            batch = {key: value.to(device) for key, value in collate([samples[index] for index in indices]).items()}
             add_positions(batch, vlm.spec)
             totals.begin(batch["modality"])
             losses = _propagate(vlm.model, batch, scale)
@@ -101,14 +101,14 @@ def gradients(
 def kept_gradients(
     work: WorkFolder,
     vlm: VLM,
-    batches: Sequence[dict[str, Tensor]],
+    samples: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> Gradients:
     """Read the gradients from `work`, or compute them and save them there."""
     stored = work.read_note("gradients", Gradients)
     if stored is not None:
         return Gradients.from_dict(stored)
-    computed = gradients(vlm, batches, progress)
+    computed = gradients(vlm, samples, progress)
     if distributed.is_main():
         work.write_note("gradients", computed.to_dict())
     return computed
@@ -118,12 +118,12 @@ def kept_sensitivities(
     work: WorkFolder,
     vlm: VLM,
     blocks: Sequence[Sequence[Group]],
-    batches: Sequence[dict[str, Tensor]],
+    samples: Sequence[dict[str, Tensor]],
     progress: Progress = silent,
 ) -> dict[tuple[int, str], Sensitivity]:
     """Sensitivity of each group of `blocks`, by (block, group), for the balance `mbq`."""
     names = [{group.name: group.linears for group in groups} for groups in blocks]
-    return sensitivities(kept_gradients(work, vlm, batches, progress), names)
+    return sensitivities(kept_gradients(work, vlm, samples, progress), names)
 
 
 def _propagate(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:

@@ -116,7 +116,7 @@ def encode_preview(work: Plan, look: Preview) -> str:
     except BadSample:
         source, reading = Path(str(settings.data)).name, Reading.of(settings)
         usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
-        return "; ".join([f"{len(usable.batches)} encoded", *skipped_lines(usable.skipped)])
+        return "; ".join([f"{len(usable.samples)} encoded", *skipped_lines(usable.skipped)])
 
 
 def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:

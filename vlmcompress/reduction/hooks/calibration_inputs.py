@@ -93,7 +93,7 @@ def decoder(vlm: VLM) -> VLM:
 
 
 @torch.no_grad()
-def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress: Progress = silent) -> list[Inputs]:
+def reduced(vlm: VLM, samples: Sequence[Inputs], chosen: ReducerChoice, progress: Progress = silent) -> list[Inputs]:
     """Run samples from `encode` through everything before the decoder, with a reducer attached.
 
     Args:
@@ -106,10 +106,10 @@ def reduced(vlm: VLM, batches: Sequence[Inputs], chosen: ReducerChoice, progress
     shortened = []
     blocks = models.decoder_layers(vlm.model, vlm.spec)
     with accelerated(vlm.model, blocks) as device, attach(vlm, chosen) as attached:
-        for index, batch in enumerate(batches):
-            shorter = _one(vlm, attached, {name: value.to(device) for name, value in batch.items()})
+        for index, sample in enumerate(samples):
+            shorter = _one(vlm, attached, {name: value.to(device) for name, value in sample.items()})
             shortened.append({name: value.cpu() for name, value in shorter.items()})
-            progress("reducing visual tokens", index + 1, len(batches))
+            progress("reducing visual tokens", index + 1, len(samples))
     return _alike(shortened)
 
 
