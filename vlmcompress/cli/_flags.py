@@ -39,9 +39,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             choices = [choice.strip(" '") for choice in match[3].split(",")]
-            where = (
-                match[1] if match[1].startswith("-") else self.prog
-            )  # flags have a name; positional arguments do not
+            # flags have a name; positional arguments do not
+            where = match[1] if match[1].startswith("-") else self.prog
             message = f"{where}: no '{match[2]}'{did_you_mean(match[2], choices)}"
         elif match := re.match(r"argument (\S+): expected one argument", message):
             flag = match[1].rpartition("/")[2]

@@ -107,9 +107,8 @@ class Engine:
         if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
             with quiet_transformers():
                 check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
-        reduce = (
-            parse_reducer(job["reduce"]) if job.get("reduce") else None
-        )  # by default the checkpoint's reducer, if any
+        # by default the checkpoint's reducer, if any
+        reduce = parse_reducer(job["reduce"]) if job.get("reduce") else None
         self.attached = attach_carried(self.model, self.processor, folder, reduce)
         self.reduce = None if self.attached is None else str(self.attached.chosen)
 

@@ -111,7 +111,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.abspath(folder) != here
-    ]  # our modules must not shadow others
+    # our modules must not shadow others
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
     main()

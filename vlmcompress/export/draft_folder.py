@@ -200,9 +200,8 @@ class Draft:
 
     def speculative_config(self) -> dict[str, Any]:
         """The value of vLLM's `--speculative-config` for this draft."""
-        method = (
-            {"method": "eagle3"} if self.method == "eagle3" else {}
-        )  # with "medusa", vLLM 0.32 looks for a text model
+        # Medusa goes without a method: with "medusa", vLLM 0.32 looks for a text model.
+        method = {"method": "eagle3"} if self.method == "eagle3" else {}
         return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
 
 

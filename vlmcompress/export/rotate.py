@@ -76,9 +76,8 @@ def changes(of: Stream, rotations: Rotations, gains: Callable[[str], Tensor]) ->
     for block, values in enumerate(of.values):
         r2 = [rotations.head(block, head, values.width) for head in range(values.kv_heads)]
         for name, change in _value_changes(values, r2).items():
-            per_tensor[name] = functools.partial(
-                both, per_tensor.get(name), change
-            )  # R1 on one side of the matrix, R2 on the other
+            # R1 on one side of the matrix, R2 on the other
+            per_tensor[name] = functools.partial(both, per_tensor.get(name), change)
     return per_tensor
 
 

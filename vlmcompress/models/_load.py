@@ -206,9 +206,8 @@ def open_model(
         options |= {"config": config, "state_dict": tensors, "dtype": dtype, "output_loading_info": True}
         # No path: with one, transformers would look for weight files and adapters itself.
         model, info = kind.from_pretrained(None, **options)
-    model.name_or_path = model.config.name_or_path = str(
-        path
-    )  # where tools that build on transformers look for the files
+    # where tools that build on transformers look for the files
+    model.name_or_path = model.config.name_or_path = str(path)
     if spec and meta_model is not None:
         names = {key: disk for key, disk in disk_names(meta_model, stored).items() if inside in key}
         _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})

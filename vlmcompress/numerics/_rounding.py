@@ -141,9 +141,8 @@ def round_to_codes(
 
     `out`: float32 tensor that takes the codes; it may be `x`.
     """
-    x = torch.div(
-        x, scale, out=out
-    )  # divides, as engines do: multiplying by the reciprocal rounds some halves the other way
+    # divides, as engines do: multiplying by the reciprocal rounds some halves the other way
+    x = torch.div(x, scale, out=out)
     if zero_point is not None:
         x.add_(zero_point)
     return to_codes(x, fmt)

@@ -124,9 +124,8 @@ def predicted(plan: Plan, statistics: Statistics, progress: Progress) -> dict[Ke
     gradients = statistics.facts.get("gradients")
     # `balance` weighs the modalities where there are no gradients to do so
     balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
-    widths = sorted(
-        budget.widths.items(), key=lambda width: str(width[1].options.balance or "")
-    )  # as predictors want it
+    # by balance, as predictors cache the matrices of one
+    widths = sorted(budget.widths.items(), key=lambda width: str(width[1].options.balance or ""))
     errors: dict[Key, dict[str, float]] = {}
     for layer, groups in enumerate(plan.blocks):
         stats = statistics.load(layer, device)[0] if groups else {}

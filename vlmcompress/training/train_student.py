@@ -127,9 +127,8 @@ def trained(
         after = measured() if changed else log.first
     if after < log.first:
         return TrainingOutcome(log, changed, after, parts.counts)
-    return TrainingOutcome(
-        log, {}, log.first, parts.counts
-    )  # also if rounding to the model's dtype undid the improvement
+    # also if rounding to the model's dtype undid the improvement
+    return TrainingOutcome(log, {}, log.first, parts.counts)
 
 
 def recovery_facts(training: TrainingOptions, outcome: TrainingOutcome, data: TrainingData) -> dict[str, Any]:

@@ -367,9 +367,8 @@ def _with_headers(repository: Repository, folder: Path, chosen: Chosen) -> Path:
 
     base = Path(tempfile.mkdtemp(prefix="vlmcompress-headers-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    copy = (
-        base / folder.parent.parent.name / folder.parent.name / folder.name
-    )  # `identity` parses id and commit from it
+    # `identity` parses id and commit from it
+    copy = base / folder.parent.parent.name / folder.parent.name / folder.name
     for name in chosen.files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).symlink_to((folder / name).resolve())

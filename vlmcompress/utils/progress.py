@@ -24,9 +24,8 @@ Progress = Callable[[str, int, int], None]
 """A callback for progress, called with (label, done, total)."""
 
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
-_within: ContextVar[list[float] | None] = ContextVar(
-    "within", default=None
-)  # seconds of phases nested in the current one
+# seconds of phases nested in the current one
+_within: ContextVar[list[float] | None] = ContextVar("within", default=None)
 
 
 def silent(_label: str, _done: int, _total: int) -> None:

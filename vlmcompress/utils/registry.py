@@ -33,9 +33,8 @@ class Registry:
         self.package = package
         self.noun = noun
         self.table = table or {}
-        self._folder = (
-            Path(__file__).parents[1].joinpath(*package.split(".")[1:])
-        )  # importing it would bring torch along
+        # importing it would bring torch along
+        self._folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
 
     @functools.cached_property
     def _modules(self) -> dict[str, str]:

@@ -36,10 +36,8 @@ SETTINGS = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of jobs that were cancelled
     "RAY_task_oom_retries": str(RETRIES),  # Ray's default is to retry forever
 }
-NOT_LOADED = (
-    "could not be computed",
-    "failed to import on the worker",
-)  # in Ray's errors about a task's arguments and function
+# in Ray's errors about a task's arguments and function
+NOT_LOADED = ("could not be computed", "failed to import on the worker")
 PATIENCE = 10.0  # seconds: for a connection, and for a cancelled job to clean up
 NUDGE = 0.5  # seconds
 

@@ -89,7 +89,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.abspath(folder) != HERE
-    ]  # our modules must not shadow others
+    # our modules must not shadow others
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
     main()

@@ -291,9 +291,8 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
 def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
     """The results of a format for a load. `read`: bytes of the weights without a draft head; `space`: bytes of the cache."""
     request, model, target = capacity.request, capacity.model, capacity.request.target
-    fits = (
-        space - capacity.pool.block_bytes >= load.bytes
-    )  # vLLM's `v1/core/block_pool.py` keeps `null_block` for itself
+    # vLLM's `v1/core/block_pool.py` keeps `null_block` for itself
+    fits = space - capacity.pool.block_bytes >= load.bytes
     requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
     if target is None or not fits:
         return Served(float(requests), None, None, None)

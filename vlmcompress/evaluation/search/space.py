@@ -30,16 +30,8 @@ from vlmcompress.utils.errors import UserError
 
 MOST = 64
 """Maximum number of choices of all factors; each is a checkpoint that is written and evaluated."""
-_FIXED = (
-    "model",
-    "out",
-    "target",
-    "calibrate",
-    "seed",
-    "engine",
-    "trust_remote_code",
-    "format",
-)  # keys that the search sets
+# keys that the search sets
+_FIXED = ("model", "out", "target", "calibrate", "seed", "engine", "trust_remote_code", "format")
 _GROUPS = (128, 64, 32)
 _SCHEMES = ("fp8", "int8", "w8a16", "nvfp4")
 _GROUPED: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -30,12 +30,8 @@ from vlmcompress.utils.tensor_files import Spec
 FORMAT = "awq"
 KV_SCALES = None
 GROUPS = (-1, 32, 64, 128)
-_PAIRS = (
-    (0, 2),
-    (4, 6),
-    (1, 3),
-    (5, 7),
-)  # columns in the halves of a word's bytes: its kernel unpacks pairs of 16-bit floats
+# columns in the halves of a word's bytes: its kernel unpacks pairs of 16-bit floats
+_PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
 
 
 def storage(scheme: Scheme) -> str:

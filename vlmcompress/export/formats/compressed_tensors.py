@@ -42,13 +42,10 @@ FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")
 VOCABULARY = True
 _NVFP4, _MXFP4, _MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-_EXPONENTS = {
-    "scale_dtype": "torch.uint8",
-    "zp_dtype": "torch.uint8",
-}  # as in compressed-tensors' presets of microscaling
-_FLOAT8_SCALES = {
-    "scale_dtype": "torch.float8_e4m3fn"
-}  # otherwise transformers computes scales of activations in float32
+# as in compressed-tensors' presets of microscaling
+_EXPONENTS = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+# otherwise transformers computes scales of activations in float32
+_FLOAT8_SCALES = {"scale_dtype": "torch.float8_e4m3fn"}
 _OFFLINE = ("weight_input", "weight_output")  # transforms that are already applied to the stored weights
 _ABOUT = (
     "quant_method",

@@ -121,9 +121,8 @@ def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = 
     if not isinstance(config, dict):
         return
     facts = gather_facts(config, "model")  # without its reducer, which engines refuse with the method's reason
-    names = [
-        _EVAL.get(name.partition(",")[0], name) for name in engines
-    ]  # `hf, divprune:0.5` is transformers with a reducer
+    # `hf, divprune:0.5` is transformers with a reducer
+    names = [_EVAL.get(name.partition(",")[0], name) for name in engines]
     in_table = all(name in ENGINES for name in names) and any(facts.format in row.formats for row in ENGINES.values())
     each = [load_verdict(name, facts) for name in names] if in_table else []
     if not in_table or any(answer.reason is None for answer in each):

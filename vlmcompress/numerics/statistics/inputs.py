@@ -249,9 +249,8 @@ class GroupStats:
             raise ValueError(f"'{need}' was not collected; name it in `needs`")
         if not values:
             raise ValueError("no calibration token reached this layer; add calibration samples")
-        return {
-            name: values[name] for name in MODALITIES if name in values
-        }  # fixed order, so that sums are reproducible
+        # fixed order, so that sums are reproducible
+        return {name: values[name] for name in MODALITIES if name in values}
 
 
 def quadratic(d: Tensor, gram: Tensor) -> Tensor:
@@ -315,9 +314,8 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
     end = gram.shape[0] if end is None else end
     block = _multiplied(gram.device)
     blocks = -(-(end - start) // block)
-    middle = (
-        start + block * (-(-blocks // 2)) if blocks > 1 else end
-    )  # the square right of it in one product, then both halves
+    # the square right of it in one product, then both halves
+    middle = start + block * (-(-blocks // 2)) if blocks > 1 else end
     left = rows[:, start:middle]
     parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
     for column, right in parts:

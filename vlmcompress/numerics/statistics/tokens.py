@@ -81,9 +81,8 @@ def splits(
         length = max(len(flat[sample]) for sample in batch)
         masks_of_batch = [torch.nn.functional.pad(flat[sample], (length - len(flat[sample]), 0)) for sample in batch]
         batch_split = split_modalities(torch.stack(masks_of_batch))
-        starts = torch.full(
-            (len(flat),), -1
-        )  # position of each sample's first token; -1: the sample is in another batch
+        # position of each sample's first token; -1: the sample is in another batch
+        starts = torch.full((len(flat),), -1)
         for row, sample in enumerate(batch):
             starts[sample] = (row + 1) * length - len(flat[sample])
         for name in batch_split.count:

@@ -53,11 +53,8 @@ from vlmcompress.quantization.schemes._ranges import refined
 
 SMALLEST_RATIO = 0.5  # smallest share of the range that clipping tries, as in the paper's code
 _SAMPLE = 256  # rows on which scales are compared
-_ROUNDS = (
-    ((3,), 15),
-    ((1, 5), 7),
-    ((0, 2, 4, 6, 7), 1),
-)  # (eighths of the rows, number of scales that stay after them)
+# (eighths of the rows, number of scales that stay after them)
+_ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))
 _ROWS = 512  # rows whose ranges are searched at a time
 
 

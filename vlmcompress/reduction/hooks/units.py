@@ -147,9 +147,8 @@ def join_reductions(units: Sequence[Reduced], device: torch.device | None = None
     device = device or torch.device("cpu")
 
     def here(x: Tensor) -> Tensor:
-        return x.to(
-            device, non_blocking=device.type != "cpu"
-        )  # an asynchronous copy to the CPU could be read too early
+        # an asynchronous copy to the CPU could be read too early
+        return x.to(device, non_blocking=device.type != "cpu")
 
     first, tokens = units[0].span
     parent, weight = torch.arange(tokens, device=device), torch.ones(tokens, device=device)
@@ -246,9 +245,8 @@ class Slots:
         """Find the slots `[b, k]` that hold the columns of `subset [b, k]`, a subset of these; any slot for its padding."""
         slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
         place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
-        place.scatter_(
-            1, self.columns.where(self.valid, self.length), slots
-        )  # padding's column may equal another slot's
+        # padding's column may equal another slot's
+        place.scatter_(1, self.columns.where(self.valid, self.length), slots)
         return place.gather(1, subset.columns)
 
     def mask(self, full: Tensor) -> Tensor:

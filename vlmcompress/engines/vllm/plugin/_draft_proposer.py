@@ -89,9 +89,8 @@ class Proposer(EagleProposer):
         sees_images = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
         self.images = draft_images.read_draft_images(vars(config) if sees_images else {})
         self._unfinished: dict[tuple[str, int], Unfinished] = {}  # (request id, image's first token) -> state
-        self._vectors: OrderedDict[str, tuple[Tensor, int]] = (
-            OrderedDict()
-        )  # an image's key -> its vector, number of tokens
+        # an image's key -> its vector, number of tokens
+        self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()
         self._lists: tuple[Any, Tensor] = None, torch.empty(0)
         self._images_rows: list[tuple[int, Rows]] = []  # images of this step, with the row at which each begins
         self._owners: Tensor = torch.empty(0)  # index of the request of each row of this step
