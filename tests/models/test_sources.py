@@ -295,5 +295,5 @@ def test_tokens_beyond_the_embedding(folder, tmp_path, capsys):
     assert re.search(f"PROBLEM  tokenizer .*{line}add rows", capsys.readouterr().out)
     assert cli.main(["quantize", str(folder), "-o", str(tmp_path / "out"), "--scheme", "rtn"]) == 0
     assert re.search(f"warning: .*{line}a prompt with one of them fails", warned := capsys.readouterr().err)
-    assert "not copied, as no reader of a checkpoint asks for it: trainer_state.json\n" in warned
+    assert "not copied, as no reader of a checkpoint needs it: trainer_state.json\n" in warned
     assert not (tmp_path / "out" / "trainer_state.json").exists()

@@ -277,7 +277,7 @@ def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
     bare = {"calibrate": {"stats": str(tmp_path / "bare")}}
     with pytest.raises(
         UserError,
-        match="needs entropy, which .*bare lacks; calibrate again with --needs entropy,gram",
+        match="needs entropy, which .*bare does not have; calibrate again with --needs entropy,gram",
     ):
         allocate.allocate_bits(make_plan(recipe(world, None, {"budget": 4, "by": "luq"}, **bare)), progress=silent)
     with pytest.raises(UserError, match="hold gram and the scheme needs absmax, too"):

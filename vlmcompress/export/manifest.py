@@ -1,4 +1,4 @@
-"""The manifest `vlmcompress.json`: how a checkpoint was made, and the hash of each of its files.
+"""The manifest `vlmcompress.json`: how a checkpoint was produced, and the hash of each of its files.
 
 It has no dates and no local paths, so that equal inputs give equal files, except for `timing`.
 """
@@ -40,7 +40,7 @@ def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
 
 
 Kind = Literal["text", "vision", "answer", "weight"]
-"""A modality whose outputs an error is of, or the weights themselves."""
+"""The modality whose outputs an error is measured on, or `weight` for errors of the weights."""
 _ByKind = dict[Kind, Amount]
 Original = TypedDict("Original", {"family": str, "source": str, "config_sha256": str, "headers_sha256": str})
 _Text = TypedDict("_Text", {"source": str, "samples": Count})
@@ -89,7 +89,7 @@ class _Recovery(TypedDict):
 
 
 class Manifest(TypedDict):
-    """The JSON object of the file, with the fields that are read back; there are more."""
+    """The JSON object of the file: the fields that are read back, of more."""
 
     schema_version: int
     created_by: dict[str, str]  # versions of vlmcompress and of packages that affect the result
@@ -102,7 +102,7 @@ class Manifest(TypedDict):
     kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
     warnings: list[str]  # deviations from the recipe
     visual_tokens: NotRequired[_Tokens]
-    recovery: NotRequired[_Recovery]  # settings, what was trained, held-out divergence, steps
+    recovery: NotRequired[_Recovery]  # settings, trained parts, held-out divergence, steps
     allocation: NotRequired[_Bits]  # `bits` of the recipe: bits per weight, widths, errors
     converted: NotRequired[_Formats]
     devices: NotRequired[list[int]]  # those of 1, 2, 4 and 8 devices over which vLLM can split the model
@@ -156,7 +156,7 @@ def hash_file(path: Path) -> dict[str, str | int]:
 
 
 def hash_files(folder: Path, describe: Callable[[Path], dict] = hash_file) -> dict[str, dict]:
-    """What the manifest records of each file below `folder`, itself aside, by name and sorted."""
+    """The manifest's entries of all files below `folder` but itself, sorted by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): describe(path) for path in files if path != folder / MANIFEST}
 
@@ -184,7 +184,7 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def _untouched(path: Path, record: Mapping[str, Any] | None) -> bool:
-    """Whether a file has the size that the manifest next to it records, and was not written to since that was."""
+    """Whether a file has the size in the manifest next to it, and is not newer than the manifest."""
     stat, written = path.stat(), (path.parent / MANIFEST).stat().st_ctime_ns
     return record is not None and record["size"] == stat.st_size and max(stat.st_mtime_ns, stat.st_ctime_ns) <= written
 
@@ -194,7 +194,7 @@ def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
     later than it, are read.
 
     Raises:
-        UserError: one of them is missing, not recorded, or not what was written.
+        UserError: one of them is missing, not recorded, or changed.
     """
     recorded = content["files"]
     # The files that determine a checkpoint's outputs.

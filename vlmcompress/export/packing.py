@@ -1,13 +1,13 @@
 """Small integers packed into bytes and words, and scales kept in 16-bit floats, as the files of several formats have them.
 
-Codes of b bits stand one after another, least significant bits first, without gaps: a word may begin within a code. As many
-codes as fill whole bytes (2 of 4 bits, 8 of 3) are taken as one integer, a byte for each, and their bits are brought together
-in steps that double what stands without gaps:
+Codes of b bits follow each other without gaps, least significant bits first: a word may begin within a code. The codes that
+fill whole bytes (2 of 4 bits, 8 of 3) are read as one integer, with a byte for each code, and compacted in steps, each of which
+doubles the length of the runs without gaps:
 
     4 bits: 0000bbbb 0000aaaa -> bbbbaaaa          2 bits: 4 codes in two steps          3 bits: 8 codes in three
 
 On a CPU a part of the codes goes through all steps before the next, so that temporaries stay in its cache: about 2 GB of
-codes a second on one core, where whole matrices of int32 made 0.1.
+codes a second on one core, against 0.1 with whole matrices of int32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pack_bits(codes: Tensor, bits: int, *, signed: bool = False) -> Tensor:
             x ^= _fields(1, 8, count, bits - 1)  # adds 2^(bits - 1) modulo 2^bits
         for step, width in _steps(bits, count):
             upper = x >> (step - width)
-            if bits > 4:  # else what the shift brings into other fields lies beyond them
+            if bits > 4:  # else the bits that the shift moves into other fields are beyond them
                 upper &= _fields(width, 2 * step, count, width)
                 x &= _fields(width, 2 * step, count)
             x |= upper

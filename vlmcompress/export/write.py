@@ -1,7 +1,7 @@
 """Write the compressed checkpoint: the source folder with some tensors replaced.
 
-Nothing goes through transformers' saving: tensors that do not change are copied as bytes, under the names they had, so
-what an engine could read before it can read now; names that vLLM does not find are corrected (`models.written_names`).
+transformers' saving is not used: unchanged tensors are copied as bytes under their names, so an engine that reads the source
+reads the copy; names that vLLM does not find are corrected (`models.written_names`).
 The other files that belong to a model (tokenizer, processor, chat template, ...) are copied too. One layer is in memory
 at a time. Equal inputs give byte-identical files.
 """
@@ -51,8 +51,8 @@ Quantized = tuple[QTensor, Scheme, Tensor | None]
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write and where its bytes come from: a stored entry, a tensor, a function that makes one, or a part of a
-    quantized layer, as (module, local name)."""
+    """One tensor to write and the origin of its bytes: a stored entry, a tensor, a function that returns one, or a part of a
+    quantized layer as (module, local name)."""
 
     name: str
     spec: Spec
@@ -61,20 +61,20 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
-        original: folder of the model that it is made from; `files`: that whose other files are copied.
+        original: folder of the source model; `files`: folder from which other files are copied.
         tensors: in the order in which they are written.
-        quantized: linear layer (memory name) -> weight, scheme, input scale. Each is read once, when its turn comes.
-        shapes: linear layer that is quantized -> its weight's.
+        quantized: linear layer (memory name) -> weight, scheme, input scale. Each is read once, when it is written.
+        shapes: quantized linear layer -> its weight's shape.
         exporter: the format that is written, a module of `vlmcompress.export.formats`; `layers`: what its config files say.
-        config: what config.json holds besides the format's block.
-        manifest: what `manifest.build` returned; files and sizes are added.
+        config: config.json without the format's block.
+        manifest: the result of `manifest.build`; files and sizes are added.
         before: bytes of the original's tensors.
         memory: name of a tensor in the output -> memory name of the parameter.
         family: name of the model's family.
-        extra_files: name of a further file, or of one that differs from the original's -> bytes, or what is written as JSON.
+        extra_files: name of an additional or changed file -> bytes, or data that are written as JSON.
         shard_size: largest weight file.
     """
 
@@ -154,7 +154,7 @@ def write(
 
 
 def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
-    """The content for a format with files of its own; `tree` holds the config and the processor that are written."""
+    """The content for a format that writes its own files; `tree` has the written config and processor."""
     with quiet_transformers():
         config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
         processor = load_processor(tree, False)
@@ -188,20 +188,20 @@ def written_config(
     counter: TokenCounter | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict:
-    """The content of config.json of a checkpoint made from `source`, but for the format's block.
+    """The content of config.json of a checkpoint of `source`, without the format's block.
 
     Args:
-        quantized: as of `Checkpoint`.
+        quantized: as in `Checkpoint`.
         reducer: the reducer of visual tokens that the checkpoint carries; None: none.
         counter: computes how many tokens an image keeps, for a reducer that needs the number.
-        settings: entries that differ from the source's.
+        settings: entries that replace the source's.
     """
     config = read_config(source.path, weights=False)
     refuse_quantized(source.path, config)
     names = [entry.name for entry in source.entries.values()]
     config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **(settings or {})}
-    # Tensors that stay are copied as bytes, so config.json has to say what they are: types, ties, heads that draft.
-    config = untied(config) if source.spec.lm_head in quantized else config  # such a head shares no weight
+    # Unchanged tensors are copied as bytes, and config.json has to match them in types, ties and draft heads.
+    config = untied(config) if source.spec.lm_head in quantized else config  # a quantized head shares no weight
     config = source.float_type.config(config)
     return reducer_block.config_with_reducer(config, reducer, counter) if reducer else config
 
@@ -213,11 +213,11 @@ def plan_tensors(
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
 ) -> list[OutputTensor]:
-    """List what is written in place of each of the source's tensors.
+    """List the output tensors that replace each of the source's tensors.
 
     Args:
-        exporter, quantized: as of `Checkpoint`. Each quantized layer is read, for its layout.
-        changed: parameter (memory name) -> new value, for norms and biases that took a scale in, and for trained weights.
+        exporter, quantized: as in `Checkpoint`. Each quantized layer is read, for its layout.
+        changed: parameter (memory name) -> new value, for norms and biases with a folded scale, and for trained weights.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
     """
     names, written, entries = source.names, source.written, list(source.entries.values())
@@ -253,7 +253,7 @@ def plan_tensors(
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
     for module, scales in (kv_scales or {}).items():
-        # An attention module has no tensor of its own: its name is that of a layer below it, and so is the type, in which
+        # An attention module has no tensor: its name on disk follows from that of a layer in it, and so does the type, in which
         # transformers computes attention.
         below, sibling = next((name, disk) for name, disk in names.items() if name.startswith(f"{module}."))
         prefix = written[below].removesuffix(below.removeprefix(f"{module}."))
@@ -288,7 +288,7 @@ def output_specs(
     exporter: ExportFormat,
     kv_layers: int,
 ) -> dict[str, Spec]:
-    """List the type and shape of every tensor that will be written, under a name of its own: the exact size of the output.
+    """List the type and shape of every tensor that will be written, by unique names: the exact size of the output.
 
     Args:
         stored: tensor name on disk -> type and shape, of the source.
@@ -320,11 +320,11 @@ def write_weights(
     exporter: Writer,
     progress: Callable[[int, int], None] | None,
 ) -> int:
-    """Write the weight files into the folder `tree`, with their index where there are several; return bytes of tensors.
+    """Write the weight files into the folder `tree`, with an index if there are several; return bytes of tensors.
 
     Args:
         limit: most bytes of a file.
-        quantized: linear layer -> what its tensors are made of; one layer is in memory at a time.
+        quantized: as in `Checkpoint`; one layer is in memory at a time.
         progress: called with bytes written and bytes in all.
 
     Raises:
@@ -350,13 +350,13 @@ def write_weights(
             tensor_files.write_at(file.fileno(), header, 0)
             for name, spec in specs.items():
                 origin = by_name[name].origin
-                if isinstance(origin, Entry):  # bytes as they are, copied within the kernel where the system can
+                if isinstance(origin, Entry):  # unchanged bytes, copied within the kernel if the system can
                     tensor_files.copy_at(origin, file.fileno(), positions[name])
                 else:
-                    made = origin() if callable(origin) else origin
-                    value = layer_tensors(made[0])[made[1]] if isinstance(made, tuple) else made
+                    part = origin() if callable(origin) else origin
+                    value = layer_tensors(part[0])[part[1]] if isinstance(part, tuple) else part
                     if Spec.of(value) != spec:
-                        raise ValueError(f"{name}: planned as {spec}, made as {Spec.of(value)}")
+                        raise ValueError(f"{name}: planned as {spec}, computed as {Spec.of(value)}")
                     tensor_files.write_at(file.fileno(), tensor_files.to_bytes(value), positions[name])
                 done += spec.nbytes
                 if progress:

@@ -30,7 +30,7 @@ STATISTICS = "statistics"
 
 
 def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progress) -> Plan:
-    """Share out the plan's budget, from its statistics or, where it has none, from some that are first collected in `work`.
+    """Allocate the plan's budget by its statistics or, without any, by statistics that are first collected in `work`.
 
     Args:
         plan: a plan that has `budget`.
@@ -44,7 +44,7 @@ def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progr
 
 
 def take_gradients(work: WorkFolder) -> None:
-    """Note the gradients of the statistics that were collected for an allocation, so that no second pass collects them."""
+    """Copy the gradients of an allocation's statistics to a note of the run, which saves a second backward pass."""
     folder = work.folder / STATISTICS
     if not (folder / statistics_folder.NAME).is_file() or work.read_note("gradients"):
         return
@@ -64,9 +64,9 @@ def decide(plan: Plan, statistics: Statistics, progress: Progress) -> tuple[dict
     budget, bits = plan.budget, plan.recipe.bits
     assert budget is not None and bits is not None
     rule = RULES[bits.by]
-    if lacking := sorted(rule.needs - statistics.facts.keys()):
-        remedy = statistics_match.remedy(statistics, lacking)
-        raise UserError(f"bits.by {bits.by} needs {lacking[0]}, which {statistics.folder} lacks; {remedy}")
+    if missing := sorted(rule.needs - statistics.facts.keys()):
+        remedy = statistics_match.remedy(statistics, missing)
+        raise UserError(f"bits.by {bits.by} needs {missing[0]}, which {statistics.folder} does not have; {remedy}")
     if bits.by == "error" and "gradients" not in statistics.facts:
         if statistics.facts["calibration"]["tokens"]["answer"]:
             why = f"statistics {statistics.folder} hold no gradients"
@@ -122,7 +122,7 @@ def predicted(plan: Plan, statistics: Statistics, progress: Progress) -> dict[Ke
     budget, source = plan.budget, plan.source
     assert budget is not None
     gradients = statistics.facts.get("gradients")
-    # `balance` weighs the modalities where there are no gradients to do so
+    # without gradients, `balance` weights the modalities
     balance, device = plan.recipe.options.balance or "off", str(accelerator() or "cpu")
     # by balance, as predictors cache the matrices of one
     widths = sorted(budget.widths.items(), key=lambda width: str(width[1].options.balance or ""))
@@ -140,7 +140,7 @@ def predicted(plan: Plan, statistics: Statistics, progress: Progress) -> dict[Ke
                 squares = [gradients["blocks"][layer][name]["square"] for name in group.linears]
                 predictor = Predictor(weights, stats.pop(group.name), squares, scale_dtype=weights[0].dtype)
                 scale = statistics.facts["calibration"]["tokens"]["answer"] / gradients["samples"] ** 2
-            # whether the op before the group can take a smoothing scale, as `calibration.solve` decides it
+            # whether the op before the group can take a smoothing scale; the same rule as in `calibration.solve`
             smooths = group.smooth is not None and (group.smooth_kind != "linear" or group.smooth in linears)
             sums = errors.setdefault((layer, group.unit), {})
             for name, method in widths:

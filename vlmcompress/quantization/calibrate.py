@@ -1,7 +1,7 @@
 """Collect the statistics of a model once, for every scheme: the run of `vlmcompress calibrate`.
 
-Blocks are observed one after the other and each one's statistics go to a file when it has seen all samples, so memory holds
-those of one block. The model is not changed. What a killed run has finished is kept next to STATS as in `quantize`.
+Blocks are observed one after the other, and a block's statistics are written once all samples have run through it, so memory
+holds those of one block. The model is not changed. Finished work of a killed run stays next to STATS, as in `quantize`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def statistics_needed(names: Collection[str]) -> frozenset[str]:
     """Statistics that schemes with their default options, rules that share out bits, and balances read.
 
     Args:
-        names: of any of these; one that is several (`mbq`, `qvlm`) stands for all.
+        names: names of any of these; a name with several meanings (`mbq`, `qvlm`) counts for all of them.
 
     Raises:
-        UserError: a name that is none of them, or names that together read nothing.
+        UserError: an unknown name, or names that need no statistics.
     """
     needs: set[str] = set()
     for name, options in (presets.resolve_scheme(name) for name in names):
@@ -98,10 +98,10 @@ def calibrate(
 
     Args:
         recipe: resolved recipe; its model, data, seed, reducer and `kv_cache` decide what is collected.
-        needs: the statistics to collect, a subset of `KINDS`; by default those that every scheme can do with, without
-            options. `entropy` needs scikit-learn, `gradient` answers and a backward pass.
+        needs: the statistics to collect, a subset of `KINDS`; the default suffices for every scheme with default options.
+            `entropy` needs scikit-learn, `gradient` answers and a backward pass.
         likes: more of `KINDS`, which are collected only if the data allow it.
-        read: folder of the rotated model, if there is one already; None: it is made if the recipe asks for a rotation.
+        read: folder of the derived (rotated, dequantized or merged) model; None: it is written if the recipe needs one.
         restart: begin anew where an interrupted run left finished work, which is used otherwise.
         overwrite: replace existing statistics.
         progress: called with (label, done, total).
@@ -160,7 +160,7 @@ def calibrate(
                 facts["gradients"] = work.read_note("gradients", Gradients)
             with folders.new_folder(work.out) as folder:
                 for name in (block_name(layer) for layer, groups in enumerate(steps) if groups):
-                    with work.opened(name):  # which refuses another run's
+                    with work.opened(name):  # raises for a file of another run
                         pass
                     folders.link_or_copy(work.path(name), folder / work.path(name).name)
                 facts["files"] = manifest.hash_files(folder)
@@ -179,9 +179,9 @@ def collect(
     needs: frozenset[str] = STORABLE,
     progress: Progress = silent,
 ) -> None:
-    """Observe the decoder's blocks in `inputs.vlm`, which stays as it is, and keep their statistics in `work`.
+    """Collect statistics of the decoder's blocks in `inputs.vlm`, which is not changed, and store them in `work`.
 
-    Of the samples nothing is left but `modality` when the blocks' inputs are captured.
+    Once the blocks' inputs are captured, only `modality` is left of each sample.
     """
     filled = [layer for layer, groups in enumerate(blocks) if groups]
     measured = "entropy" not in needs or set(filled) <= _entropies(work).keys()
@@ -202,14 +202,16 @@ def collect(
     def finished(layer: int) -> bool:
         return not rows and work.has(block_name(layer))  # entropies compare a block with the one before
 
-    options: dict[str, Any] = {"finished": finished, "release": True, "progress": progress}
-    for layer, captured in capture_blocks(inputs.vlm, blocks, inputs.samples, spec, **options):
+    captures = capture_blocks(
+        inputs.vlm, blocks, inputs.samples, spec, finished=finished, release=True, progress=progress
+    )
+    for layer, captured in captures:
         if captured is None:
             continue
         if distributed.is_main() and not work.has(block_name(layer)):
             with phase("storing"):
                 save_statistics(work, layer, captured.stats, captured.kv_ranges)
-        captured.stats.clear()  # they are large, and the next block's are about to come
+        captured.stats.clear()  # frees them before the next block's are collected
         if captured.rows is not None and distributed.is_main():
             with phase("entropy"):
                 paired = captured.rows[: entropy.PAIRED]
@@ -220,7 +222,7 @@ def collect(
 
 
 def _entropies(work: WorkFolder) -> dict[int, dict[str, float]]:
-    """Entropies that were measured: block -> measure -> bits."""
+    """The entropies measured so far: block -> measure -> bits."""
     return {int(layer): bits for layer, bits in (work.read_note("entropy", dict[str, dict[str, Number]]) or {}).items()}
 
 
@@ -247,6 +249,6 @@ def _description(recipe: Recipe, vlm: VLM, weights_sha256: str, blocks: Sequence
 
 
 def gram_bytes(vlm: VLM, blocks: Sequence[Sequence[Group]], modalities: int) -> int:
-    """Bytes of the Gram matrices on disk: near half of `4 in^2` for each group and modality."""
+    """Bytes of the Gram matrices on disk: nearly half of `4 in^2` for each group and modality."""
     widths = [vlm.model.get_parameter(f"{g.linears[0]}.weight").shape[1] for groups in blocks for g in groups]
     return 2 * modalities * sum(width**2 for width in widths)

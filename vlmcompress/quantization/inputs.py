@@ -44,14 +44,14 @@ Samples = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """A loaded model and the samples that it is to be run on.
+    """A loaded model and its calibration samples.
 
     Attributes:
         vlm: the model; after a reducer its decoder alone, with the same modules.
         samples: encoded samples (`models.data.encode`); empty if no block is run.
         origin: the manifest's description of the calibration data; None for no calibration.
-        resize: how images are made smaller, worked out on the samples' images; the model's processor does so.
-        names: what messages call the samples.
+        resize: the resizing of images, fitted to the samples' images; the model's processor applies it.
+        names: the samples' names in messages.
     """
 
     vlm: VLM
@@ -73,7 +73,7 @@ class Inputs:
 
 @contextlib.contextmanager
 def naming(names: Sequence[str]) -> Iterator[None]:
-    """Within the context an error about samples that the model raises for has their names."""
+    """Context in which an error of the model on some samples names these samples."""
     try:
         yield
     except Refused as error:
@@ -93,10 +93,10 @@ class Result:
 
 
 def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress = silent) -> Inputs:
-    """Encode the calibration samples for the model; there are none unless something needs them or the recipe names them.
+    """Encode the calibration samples for the model, if something needs them or the recipe names them.
 
     Args:
-        needed: what needs samples, in words for the message that they are missing; None: nothing.
+        needed: what needs samples, for the message if there are none; None: nothing does.
         progress: called with (label, done, total).
     """
     settings, reading = recipe.calibrate, Reading.of(recipe.calibrate)
@@ -143,7 +143,7 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
         check = plan.reads_data and bool(recipe.calibrate.data or data_reason(plan))
         options: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code, "check": check}
         vlm = models.load(plan.source.path, dtype=dtype, **options)
-        vlm = replace(vlm, path=recipe.model)  # a rotated one is of this folder, too
+        vlm = replace(vlm, path=recipe.model)  # also if the weights are those of a derived model
     if plan.head:
         models.untie(vlm.model, vlm.spec)
     if plan.statistics:
@@ -160,8 +160,8 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
 
 
 def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:
-    """Replace the share of tokens that `resize` asks for by the number of tokens of an image that gives this share on the
-    samples' images. A `resize` that has a number already, or None, is returned as it is."""
+    """Replace the share of tokens in `resize` by the number of tokens per image that gives this share on the samples' images.
+    A `resize` that has a number, or None, is returned unchanged."""
     if resize is None or resize.settled:
         return resize
     prompts = [tuple(image.size for image in sample.images) for sample in samples]
@@ -174,10 +174,10 @@ def fit_reducer(
     """Return the reducer with all learned numbers in place, taken from a file that it names or learned from samples.
 
     Args:
-        reducer: the reducer as the recipe asks for it; None for none.
-        samples: calibration samples, from `models.data.encode`; empty: the numbers come from the file that the reducer names.
+        reducer: the recipe's reducer, or None.
+        samples: encoded calibration samples; empty: the numbers come from the file that the reducer names.
         progress: called with (label, done, total).
-        fitted: the reducer that statistics were collected after, whose learned numbers are taken over.
+        fitted: the reducer of the statistics, whose learned numbers are reused.
     """
     if reducer is None:
         return None
@@ -214,8 +214,7 @@ def on_accelerator(vlm: VLM) -> contextlib.AbstractContextManager[Any]:
 
 
 def run_settings(command: str, recipe: Recipe) -> dict[str, Any]:
-    """What is known at the start of a run of all that its work depends on, for `WorkFolder.expect`. Where OUT lies is not among
-    it."""
+    """Settings that a run's results depend on and that are known at its start, for `WorkFolder.expect`; without OUT's path."""
     read = [*weight_files(recipe.model), *(adapter_files(recipe.adapter) if recipe.adapter else ())]
     return {
         "command": command,
@@ -227,15 +226,15 @@ def run_settings(command: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Source | None:
-    """Write the 16-bit model that a run begins with to its work folder, where that is another than the recipe's: in 16 bits,
-    with the adapter merged, rotated, in this order. None: it begins with the recipe's own.
+    """Write the 16-bit model that the run quantizes to its work folder, if it differs from the recipe's: dequantized, with the
+    adapter merged, rotated, in this order. None: the run quantizes the recipe's model.
 
     Raises:
-        UserError: the model can't be rotated, or the adapter not merged, or there is no room for it.
+        UserError: the model can't be rotated, the adapter can't be merged, or the disk is full.
     """
     device = accelerator() or "cpu"
 
-    def made(name: str, label: str, write: Callable[..., object]) -> Source:
+    def derived(name: str, label: str, write: Callable[..., object]) -> Source:
         with phase(label.split()[0]), distributed.shared_errors():
             if distributed.is_main():
                 write(work.folder / name, progress=lambda done, total: progress(label, done, total))
@@ -243,16 +242,16 @@ def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Sourc
 
     source = None
     if recipe.from_quantized:
-        source = made("dequantized", "dequantizing", functools.partial(dequantized.write_dequantized, recipe.model))
+        source = derived("dequantized", "dequantizing", functools.partial(dequantized.write_dequantized, recipe.model))
     if recipe.adapter:
         base = source or Source.of(recipe.model)
         merge = functools.partial(adapter.write_merged, base, recipe.adapter, device=device)
-        source = made("merged", "merging the adapter", merge)
+        source = derived("merged", "merging the adapter", merge)
     if recipe.rotate:
         base = source or Source.of(recipe.model)
         if problems := rotation_problems(recipe, base):
             raise UserError(problems[0])
         rotations = rotate.Rotations(recipe.rotate, recipe.seed)
         rotating = functools.partial(rotate.write_rotated, base, rotations=rotations, device=device)
-        source = made("rotated", "rotating", rotating)
+        source = derived("rotated", "rotating", rotating)
     return source

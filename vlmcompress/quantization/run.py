@@ -119,6 +119,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
             folders.check_apart(plan.statistics.folder, work.out, "statistics")
             statistics_match.verify_statistics(plan.statistics, plan.recipe)
         with distributed.process_group():
+            # What the run depends on and is known now; `WorkFolder.begin` adds what was learned, before the first block.
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
@@ -181,8 +182,8 @@ def space_needed(plan: Plan, out: Path) -> int:
 
 
 def quantize_blocks(run: Run, inputs: Inputs) -> None:
-    """Quantize the decoder's blocks in the model and keep their results in the work folder: in a pass over the samples of
-    `inputs`, or, where it has none, from statistics of the unquantized model or without data."""
+    """Quantize the decoder's blocks in the model and store their results in the work folder: in a pass over the samples of
+    `inputs`, or, without samples, from statistics of the unquantized model or without data."""
     learned = {"reduce": run.recipe.reduce and run.recipe.reduce.plain(), "resize": run.recipe.resize}
     run.work.begin({"samples": inputs.origin, "learned": learned, "allocation": run.plan.allocation})
     if distributed.is_main():
@@ -205,6 +206,7 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     from vlmcompress.quantization.calibration.gradient_pass import kept_sensitivities
 
     vlm, samples, work, progress = inputs.vlm, inputs.samples, run.work, run.progress
+    # `steps` are the decoder's blocks and, if it is quantized, the output head as a last block of one group.
     method, blocks, norm_offset = run.plan.method, run.plan.steps, vlm.spec.norm_offset
     sensitivities: Mapping[tuple[int, str], Sensitivity] = {}
     with phase("gradients"):
@@ -231,24 +233,29 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     )
 
     def free(layer: int) -> None:
+        """Free the weights of a block whose output has been passed on."""
         for name in (name for group in blocks[layer] for name in group.linears):
             weight = torch.empty_like(vlm.model.get_parameter(f"{name}.weight"), device="meta")
             vlm.model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         trim()
 
     whole = BlockResult()
-    options: dict[str, Any] = {
-        "finished": lambda layer: work.has(block_name(layer)),
-        "passed": free,
-        "release": True,
-        "progress": progress,
-    }
-    for layer, captured in capture_blocks(vlm, blocks, samples, spec, **options):
+    captures = capture_blocks(
+        vlm,
+        blocks,
+        samples,
+        spec,
+        finished=lambda layer: work.has(block_name(layer)),
+        passed=free,
+        release=True,
+        progress=progress,
+    )
+    for layer, captured in captures:
         if captured is None:
             apply(load_block(work, layer), _modules(vlm.model, blocks[layer]), norm_offset)
             continue
         groups = [group for group in blocks[layer] if group.name in captured.stats]
-        for name in captured.stats:  # no name for the statistics themselves, which would keep a Gram matrix in memory
+        for name in captured.stats:  # a variable for the statistics would keep a Gram matrix in memory
             captured.stats[name].sensitivity = sensitivities.get((layer, name))
         smoothing = {name: scale for (block, name), scale in scales.items() if block == layer}
         # The block is on the accelerator, the rest of the model need not be.
@@ -257,7 +264,8 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
         result.kv_ranges |= captured.kv_ranges
         apply(result, _modules(vlm.model, groups), norm_offset)
         whole.add(result)
-        if groups[-1] is blocks[layer][-1]:  # with the prefix "groups" a block is captured in parts
+        block_done = groups[-1] is blocks[layer][-1]  # with the prefix "groups" a block is captured in parts
+        if block_done:
             with phase("storing"):
                 if distributed.is_main():
                     save_block(work, layer, whole)
@@ -267,7 +275,7 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
 def _solve_from_statistics(run: Run) -> None:
     """Solve each block by itself, from statistics of the unquantized model or without data; no block is run.
 
-    Arithmetic is done on the accelerator where there is one, block by block. Of the model only norms and biases are changed.
+    Blocks are solved on the accelerator, if there is one. Of the model only norms and biases are changed.
     """
     plan, work, model, norm_offset = run.plan, run.work, run.vlm.model, run.vlm.spec.norm_offset
     device = accelerator() or torch.device("cpu")
@@ -288,7 +296,7 @@ def _solve_from_statistics(run: Run) -> None:
 
 
 def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:
-    """The groups' linear layers, the ops before them and the layers that read these, too, by memory name."""
+    """Memory name -> module: the groups' linear layers, the ops that feed them, and the 16-bit layers that these also feed."""
     names = {name for group in groups for name in (*group.linears, *group.kept, group.smooth) if name}
     return {name: model.get_submodule(name) for name in names}
 
@@ -340,7 +348,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         result = solve_block([group], weights, {}, plan.vision_method, next(iter(weights.values())).dtype)
         quantized |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
         progress("quantizing the vision tower", done, len(plan.vision_groups))
-    # Each row of the token embedding is looked up by itself, so that nothing can make up for its errors.
+    # Rows of the token embedding are looked up one at a time, so no other row can compensate for a row's error.
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
         weight = model.get_parameter(f"{embedding}.weight")

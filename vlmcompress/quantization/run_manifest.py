@@ -1,4 +1,4 @@
-"""What the manifest says of a run: its errors, its data, and its warnings."""
+"""The manifest of a run: errors, data and warnings."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def run_manifest(
     """The manifest of a run without sizes and hashes.
 
     Args:
-        recipe: the plan's, with what was learned, as the checkpoint has it.
+        recipe: the plan's recipe with the learned numbers, as written to the checkpoint.
         results: of the decoder's blocks.
-        origin: the manifest's description of the calibration data; None: no calibration.
-        recovery: its description of the training that the checkpoint comes from; None: there was none.
+        origin: description of the calibration data; None: no calibration.
+        recovery: description of the training after quantization or reduction; None: there was none.
     """
     tokens = visual_tokens(recipe, example=True) if recipe.resize else plan.visual_tokens
     unreduced = []
@@ -60,7 +60,7 @@ def run_manifest(
 
 
 def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
-    """Warnings about the plan's model and recipe, a line each. `origin`: of the data that were read, if any."""
+    """Warnings about the plan's model and recipe, a line each. `origin`: description of the calibration data that were read."""
     recipe, source, lines = plan.recipe, plan.source, _untied(plan)
     if origin is not None:
         lines += [*skipped_notes(origin), *no_image_note(origin)]
@@ -70,13 +70,13 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     # faults of the source that the written checkpoint no longer has
     lines += [f"corrected here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     lines += [*models.cast_text(source), *models.draft_dropped(source.spec, source.config, source.stored)]
-    # what lies in the folders of model and adapter, and what became of it
+    # other files in the folders of model and adapter, and how they were handled
     lines += [*models.asides(recipe.model), *adapter.adapter_notes(recipe)]
     if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
         lines.append(f"{beyond}; a prompt with one of them fails")
     if left := model_folder.unrelated_files(recipe.model):
         rest = f" and {len(left) - 8} more" if len(left) > 8 else ""
-        lines.append(f"not copied, as no reader of a checkpoint asks for it: {', '.join(left[:8])}{rest}")
+        lines.append(f"not copied, as no reader of a checkpoint needs it: {', '.join(left[:8])}{rest}")
     return lines
 
 
@@ -86,6 +86,6 @@ def _untied(plan: Plan) -> list[str]:
     if models.read_config(before).get(_TIED) is False or plan.source.config.get(_TIED) is not False:
         return []
     extra = sum(spec.nbytes for spec in plan.source.stored.values()) - models.checkpoint_bytes(before)
-    what = "the output head shared the embedding's weights and is a matrix of its own now"
+    what = "the output head shared the embedding's weights and is now a separate matrix"
     why = "rotate" if plan.recipe.rotate else "head"
     return [f"{why}: {what}, {size(extra)} more in 16 bits"] if extra > 0 else []

@@ -1,6 +1,6 @@
 """Names, versions and hashes that identify the software, model and files a result depends on.
 
-"The same files" is checked in two ways:
+Whether files are the same is checked in two ways:
 
 * `unchanged`: names, sizes and times. Free, and valid on one machine. For results that are quick to compute again: answers of
   an evaluation, blocks of an interrupted `quantize`, a rotated copy.
@@ -46,12 +46,12 @@ def _installed() -> dict[str, str]:
 
 
 def json_digest(value: object, default: Callable[[Any], Any] | None = None) -> str:
-    """SHA-256 of JSON data: equal for equal data, whatever the order of keys. `default`: makes JSON data of other values."""
+    """SHA-256 of JSON data: equal for equal data in any order of keys. `default`: converts other values to JSON data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
 
 
 def image_content(image: Image) -> bytes:
-    """What two images have in common that are the same to a model: size and pixels. Their files may differ."""
+    """An image's size and pixels, which are all that a model sees; files of equal images may differ."""
     return f"{image.width}x{image.height}:".encode() + image.tobytes()
 
 
@@ -81,9 +81,9 @@ def sha256(path: Path) -> str:
 
 
 def sha256_once(path: Path) -> str:
-    """The same of a file that is read once in this process as long as nobody writes to it."""
+    """`sha256` of a file, cached in this process until the file is written to."""
     stat = path.stat()
-    # the time of change of the inode tells of a write even where a tool has put the time of last change back
+    # ctime reveals a write even if a tool has reset mtime
     return _sha256_of(path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 

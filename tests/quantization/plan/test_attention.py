@@ -36,7 +36,7 @@ def test_qk_norm_is_found_by_the_skeleton(folders):
         ("qwen2-5-vl", {"target": "h100"}, "no QK norm", "int8_per_token_head"),
         ("qwen2-5-vl", {"target": "h100", "kv_cache": "fp8"}, "FlashAttention 3. This model does not", "int8_per"),
         ("llava", {"target": "b200", "kv_cache": "fp8"}, "never serve it with fp8_e5m2", "int8_per"),
-        ("qwen3-vl", {"target": "b200", "kv_cache": "fp8"}, "vLLM has made none itself since 0.28", "fp8_e5m2"),
+        ("qwen3-vl", {"target": "b200", "kv_cache": "fp8"}, "vLLM has computed none itself since 0.28", "fp8_e5m2"),
         ("llava", {"target": "a100"}, "serve with --kv-cache-dtype int8_per_token_head", "--kv-cache fp8 "),
         (
             "qwen3-vl",

@@ -34,7 +34,7 @@ from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_files import Entry
 from vlmcompress.utils.text import size, smaller
 
-_PART = 1 << 20  # bytes of a file that are looked at together: they stay in a core's cache
+_PART = 1 << 20  # bytes of a file that are checked together: they stay in a core's cache
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 _NOT_FINITE, _NOT_POSITIVE = "holds NaN or infinity", "is not positive"
 
@@ -81,7 +81,7 @@ class _Subject:
         self._passes: dict[Path, _Pass] = {}
 
     def read_through(self, file: Path) -> _Pass:
-        """What reading a file of weights shows; the first call reads it."""
+        """The result of reading a file of weights; the first call reads it."""
         if file not in self._passes:
             self._passes[file] = _read_through(file)
         return self._passes[file]
@@ -160,14 +160,14 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What one pass over a file shows: its hash and size as the manifest has them, and what is wrong with its numbers."""
+    """The result of one pass over a file: the hash and size that the manifest records, and faults of its numbers."""
 
     described: dict[str, str | int]
     faults: list[str]
 
 
 def _read_through(file: Path) -> _Pass:
-    """Read a safetensors file once, `_PART` bytes at a time. One without a header that can be read is hashed alone."""
+    """Read a safetensors file once, `_PART` bytes at a time. A file with an unreadable header is only hashed."""
     try:
         entries = tensor_files.read_entries(file)
     except UserError:
@@ -197,7 +197,7 @@ def _read_through(file: Path) -> _Pass:
 
 
 def _faults(values: Tensor) -> Iterator[str]:
-    """What is wrong with some of `values`, seen by their bits: as integers, floats of one sign are in order of magnitude."""
+    """The faults of `values`, from their bits: read as integers, floats of one sign are ordered by magnitude."""
     width = values.dtype.itemsize
     signed, unsigned = (values.view(torch.uint8).numpy().view(f"{kind}{width}") for kind in "iu")
     if signed.min() <= 0:
@@ -366,7 +366,7 @@ def _types(subject: _Subject) -> str:
     if "quantization_config" not in subject.config:
         return "not quantized, so every reader casts to one type"
     memory, packed = {disk: name for name, disk in subject.names.items()}, set[str]()
-    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats have types of their own
+    for layer in subject.stored.layers.values() if subject.stored else ():  # other formats define their types
         packed |= {entry.name for entry in layer.entries.values()}
     plain = {name: entry.spec for name, entry in subject.entries.items() if name not in packed}
     scales = {name: spec for name, spec in plain.items() if name.endswith("_scale")}
@@ -396,7 +396,7 @@ def _size(subject: _Subject) -> str:
     if subject.source is not None:
         original = identity.source_identity(subject.source)
         if any(recorded["model"].get(key) != original[key] for key in ("config_sha256", "headers_sha256")):
-            raise UserError(f"{subject.source} is not the model that this checkpoint was made from")
+            raise UserError(f"{subject.source} is not the source of this checkpoint")
     if after >= before and "quantization_config" in subject.config:
         raise UserError(f"weights take {after} bytes, not less than the original's {before}")
     if after == before:
@@ -422,7 +422,7 @@ def _tokenizer(subject: _Subject) -> str:
 
 
 def _further(subject: _Subject) -> str:
-    return f"not examined, {subject.other.TITLE} alone reads them; ask it: vlmcompress eval --engine {subject.other.ENGINE}"
+    return f"not examined, {subject.other.TITLE} alone reads them; run it: vlmcompress eval --engine {subject.other.ENGINE}"
 
 
 _OTHERS = {"model.gguf": "gguf", "openvino_language_model.xml": "openvino"}

@@ -1,7 +1,7 @@
 """The budget of bytes that a recipe's `bits` leave to split among groups of layers, from shapes alone.
 
 A group gets a *width*: the recipe's scheme at some number of bits, or another scheme (`fp8`, `int8`, `bf16`).
-Sizes are the exporter's own, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
+Sizes are the exporter's, so a budget of 3.25 bits per weight counts scales and zero points, and a `max_size` everything
 that is written.
 """
 
@@ -132,7 +132,7 @@ def budget_of(
                 continue
             if method.scheme is None:  # 16 bits
                 nbytes[name] = sum(weight.nbytes for weight in weights)
-            else:  # the exporter's own tensors: codes, scales and zero points
+            else:  # the exporter's tensors: codes, scales and zero points
                 layers = [exporter.specs(method.scheme, *weight.shape, weight.dtype) for weight in weights]
                 nbytes[name] = sum(spec.nbytes for specs in layers for spec in specs.values())
         if not nbytes:

@@ -1,4 +1,4 @@
-"""Which calibration data a run reads, and what can be said of them before it: their rows, and the files of their images."""
+"""The calibration data of a run, and checks of their rows and image files before it starts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def adapter_fits(survey: Survey) -> Iterator[str]:
 
 
 def visual_tokens(survey: Survey) -> Iterable[str]:
-    """Whether the model's visual tokens can be reduced so, and the engine serve it."""
+    """Whether the recipe's reducer supports the model, and the engine serves both."""
     return reducer_problems(survey.recipe, survey.source)
 
 
@@ -69,7 +69,7 @@ def assigned_schemes(survey: Survey) -> Iterator[str]:
 
 
 def experts(survey: Survey) -> Iterator[str]:
-    """Whether the scheme can do with the experts of a mixture."""
+    """Whether the scheme supports the experts of a mixture."""
     if all(group.expert is None for block in survey.source.blocks for group in block):
         return
     needs = survey.method.needs
@@ -87,14 +87,14 @@ def experts(survey: Survey) -> Iterator[str]:
 
 
 def draft_head(survey: Survey) -> Iterator[str]:
-    """Whether the model's head that drafts tokens can be carried."""
+    """Whether the model's draft head can be copied."""
     source = survey.source
     if fault := models.draft_fault(source.spec, source.config, source.stored):
         yield fault
 
 
 def skip(survey: Survey) -> Iterator[str]:
-    """Whether the recipe skips layers that there are, and no part of what an engine runs as one matrix or kernel."""
+    """Whether the skipped layers exist, and none is a part of what an engine runs as one matrix or kernel."""
     recipe, source = survey.recipe, survey.source
     if not recipe.skip:
         return
@@ -118,7 +118,7 @@ def skip(survey: Survey) -> Iterator[str]:
 
 
 def shapes(survey: Survey) -> Iterator[str]:
-    """Whether the layers' shapes go with the scheme; of a budget that is not shared out yet, `bits` looks at them."""
+    """Whether the scheme supports the layers' shapes; before an allocation `bits` checks them."""
     recipe = survey.recipe
     if recipe.bits and survey.allocation is None:
         return
@@ -128,7 +128,7 @@ def shapes(survey: Survey) -> Iterator[str]:
 
 
 def vision_tower(survey: Survey) -> Iterator[str]:
-    """Whether anything of a vision tower that is to be quantized can be."""
+    """Whether a vision tower that the recipe quantizes has a layer that can be."""
     if survey.vision_method and not survey.vision_groups:
         candidates = vision_candidates(survey.recipe, survey.source)
         why = f"with sides that are multiples of {VISION_MULTIPLE}" if candidates else "left to quantize"
@@ -148,13 +148,13 @@ def stored_format(survey: Survey) -> Iterator[str]:
 
 
 def something_to_write(survey: Survey) -> Iterator[str]:
-    """Whether anything is quantized, and everywhere where scales of keys and values are stored next to it."""
+    """Whether the recipe changes anything, and quantizes in each block that stores scales of keys and values."""
     recipe = survey.recipe
     if recipe.kv_cache and not survey.source.spec.kv_scales:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
-    if hasattr(recipe.exporter, "write_files"):  # a format that other engines read is reason enough
+    if hasattr(recipe.exporter, "write_files"):  # a conversion to another engine's format is a change
         return
     if not (
         survey.layers.quantized
@@ -174,7 +174,7 @@ def bits(survey: Survey) -> Iterator[str]:
 
 
 def statistics(survey: Survey) -> Iterator[str]:
-    """Whether the recipe's statistics can be read, and are of its model, data, reducer and scheme."""
+    """Whether the recipe's statistics can be read and match its model, data, reducer and scheme."""
     if survey.statistics_fault:
         yield survey.statistics_fault
     if survey.statistics:
@@ -185,7 +185,7 @@ def statistics(survey: Survey) -> Iterator[str]:
 
 
 def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
-    """Whether head and embedding can be quantized as the recipe asks for it."""
+    """Whether head and embedding can be quantized as in the recipe."""
     recipe, source = survey.recipe, survey.source
     quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
     if quantized and source.spec.head_shares and recipe.engine == "vllm":
@@ -222,6 +222,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def plan_problems(survey: Survey) -> list[str]:
-    """Run all checks and list what they find; of lines that differ only in the number of a block, the first."""
+    """Run all checks and list the problems; of lines that differ only in a block's number, the first."""
     lines = [line for check in CHECKS for line in check(survey)]
     return list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]

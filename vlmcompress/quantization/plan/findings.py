@@ -105,9 +105,9 @@ def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding
                 since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
                 report.append(Finding(name, False, f"{title} wants an NVIDIA GPU{since}; use --engine vllm"))
             elif key.startswith("w8a8-fp") and capability < (8, 9):
-                lacking = f"{target.title} has no FP8 arithmetic; choose another --target"
+                refusal = f"{target.title} has no FP8 arithmetic; choose another --target"
                 weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
-                report.append(Finding(name, False, weight_only if engine == "sglang" else lacking))
+                report.append(Finding(name, False, weight_only if engine == "sglang" else refusal))
     return report
 
 
@@ -215,9 +215,9 @@ def _size(plan: Plan, target: Target | None) -> list[Finding]:
         report = [Finding("size", False, f"{size(after)} is not smaller than {size(before)}; choose another scheme")]
     if target and target.memory:
         room = MEMORY_SHARE * target.memory * 1e9 - after
-        lacking = f"{size(after)} do not fit on {target.title}; use a scheme of fewer bits"
+        refusal = f"{size(after)} do not fit on {target.title}; use a scheme of fewer bits"
         left = f"{size(room)} left on {target.title} for the KV cache and activations"
-        report.append(Finding("memory", room > 0, left if room > 0 else lacking))
+        report.append(Finding("memory", room > 0, left if room > 0 else refusal))
     return report
 
 

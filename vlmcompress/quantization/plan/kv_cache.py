@@ -1,9 +1,9 @@
-"""Types of the cache of keys and values in vLLM 0.32: what they take, and what speaks for or against them.
+"""Types of the cache of keys and values in vLLM 0.32: their sizes and risks.
 
-vLLM made scales of an FP8 cache itself (`--calculate-kv-scales`) until 0.28 (pull request #49389); a checkpoint's are the only
-calibrated ones since. Where queries and keys are normalized (QK norm: Qwen3-VL, Gemma 3) their size is bounded; models without
-lose most by 8 bits (verl pull request #4435, Qwen2.5), and `fp8_e5m2` gives Qwen2-VL and Qwen2.5-VL wrong answers without a
-word (vLLM issue #41343), so what is made of them has to be measured. Other sources: vLLM 0.32 `config/cache.py`,
+vLLM computed scales of an FP8 cache itself (`--calculate-kv-scales`) until 0.28 (pull request #49389); since then only a
+checkpoint's scales are calibrated. Where queries and keys are normalized (QK norm: Qwen3-VL, Gemma 3) their size is bounded;
+models without lose most by 8 bits (verl pull request #4435, Qwen2.5), and `fp8_e5m2` silently gives Qwen2-VL and Qwen2.5-VL
+wrong answers (vLLM issue #41343), so measure its effect. Other sources: vLLM 0.32 `config/cache.py`,
 `v1/attention/backends/triton_attn.py` (a scale in float32 for each token and head).
 """
 
@@ -23,7 +23,7 @@ from vlmcompress.utils.messages import Finding
 
 @dataclass(frozen=True)
 class Width:
-    """Bytes of a number, None: of the model's own type, and of a scale for each token and head."""
+    """Bytes of a number (None: those of the model's type) and of a scale for each token and head."""
 
     number: int | None
     scale: int = 0
@@ -40,7 +40,7 @@ TYPES = {
 }
 FLAGS = {"bf16": "bfloat16"}
 """Name of a type on vLLM's command line, where it is another."""
-_CALIBRATED = "with scales from the calibration samples; vLLM has made none itself since 0.28"
+_CALIBRATED = "with scales from the calibration samples; vLLM has computed none itself since 0.28"
 _RISK = (
     ". This model does not normalize queries and keys (no QK norm), and an FP8 cache has broken such models: "
     "compare the answers with `vlmcompress eval`, and never serve it with fp8_e5m2"

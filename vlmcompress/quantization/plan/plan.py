@@ -1,7 +1,7 @@
 """Plan what a recipe will do to a model, with every reason why it cannot, from config.json and the weight files' headers.
 
-`make_plan` makes it, once in a run. A model that the run derives first, and the choice of widths, are put into it by
-`Survey.with_source` and `allocate`: nothing is read again.
+`make_plan` runs once in a run. `Survey.with_source` and `allocate` then replace the model by a derived one and set the widths,
+without reading anything again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Survey):
-    """What a recipe will do to a model: a survey, with its problems and with figures for people."""
+    """What a recipe will do to a model: a survey with its problems and with figures to print."""
 
     @cached_property
     def problems(self) -> list[str]:
@@ -54,7 +54,7 @@ class Plan(Survey):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The table of groups and their schemes, for people; like groups of several blocks are one row."""
+        """The table of groups and their schemes to print; equal groups of several blocks are one row."""
         embedding = Group(0, "embedding", (embedding_name(self.source.meta_model),))
         vocabulary = [group for group in (self.head, embedding) if group and group.linears[0] in self.schemes]
         parts = {"decoder": self.groups, "vision": self.vision_groups, "vocabulary": vocabulary}
@@ -71,7 +71,7 @@ class Plan(Survey):
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all weights that are written; the largest possible until a budget is shared out."""
+        """Bytes of all weights that are written; before an allocation the largest possible."""
         return self.budget.largest if self.budget else sum(spec.nbytes for spec in self.specs_written.values())
 
     @cached_property
@@ -129,12 +129,12 @@ class Plan(Survey):
 
     @property
     def _reads_inputs(self) -> bool:
-        """Whether the scheme, the KV cache or the budget go by the inputs of layers."""
+        """Whether the scheme, the KV cache or the budget depend on the inputs of layers."""
         return bool(self.method.needs.statistics or self.recipe.kv_cache or self.recipe.bits)
 
     @property
     def reads_data(self) -> bool:
-        """Whether calibration samples that are named are read: something is quantized, or the reducer learns from them."""
+        """Whether the recipe's calibration samples are read: something is quantized, or the reducer learns from them."""
         return (
             any(self.steps)
             or bool(self.recipe.vision_attention)

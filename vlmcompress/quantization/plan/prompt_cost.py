@@ -110,8 +110,8 @@ def prompt_costs(
     Args:
         path: folder with config.json and the processor's files.
         sizes: `(width, height)` of each image.
-        question: text after the images; the chat template adds its own.
-        kv_bytes: bytes of one number in the cache; None: those of the model's own type.
+        question: text after the images; the chat template adds more.
+        kv_bytes: bytes of one number in the cache; None: those of the model's type.
         resize: images made smaller, alone and before each of the reducers; a share of it is measured on these sizes.
     """
     spec = spec_for(read_config(path, weights=False))

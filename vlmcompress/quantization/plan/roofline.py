@@ -126,7 +126,7 @@ def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
             if isinstance(module, nn.Conv2d | nn.Conv3d) and id(module) not in inside | of_tokens:
                 total += sum(patches) * module.weight.numel()
     total += tokens * sum(_linear(root) for root in projectors)
-    # Qwen2.5-VL: blocks whose number `fullatt_block_indexes` lacks attend within windows of `window_size` pixels.
+    # Qwen2.5-VL: blocks whose number is not in `fullatt_block_indexes` attend within windows of `window_size` pixels.
     window = vision.get("window_size")
     wide = vision.get("fullatt_block_indexes") or []
     for index, block in enumerate(layers):

@@ -32,7 +32,7 @@ def statistics_problems(
     if was != now:
         lines.append(f"statistics {folder} were collected with transformers {was}, here is {now}; calibrate again")
     lines += _absent(statistics, method, bool(recipe.kv_cache), blocks)
-    for key, value in facts["settings"].items():  # settings that the recipe gives again with other values
+    for key, value in facts["settings"].items():  # settings that the recipe sets to other values
         if key in calibrate.model_fields_set and getattr(calibrate, key) != value:
             lines.append(
                 f"calibrate.{key} is {getattr(calibrate, key)} and statistics {folder} were collected with {value}; "
@@ -83,11 +83,11 @@ def _absent(
             f"statistics {statistics.folder} were collected without the cross-Gram matrix, which depends on the "
             "blocks quantized before; leave out the statistics and name --calib"
         )
-    if lacking := sorted(needs.statistics - {CROSS} - set(statistics.facts["needs"])):
+    if missing := sorted(needs.statistics - {CROSS} - set(statistics.facts["needs"])):
         have = ", ".join(statistics.facts["needs"])
         lines.append(
-            f"statistics {statistics.folder} hold {have} and the scheme needs {', '.join(lacking)}, too; "
-            f"{remedy(statistics, lacking)}"
+            f"statistics {statistics.folder} hold {have} and the scheme needs {', '.join(missing)}, too; "
+            f"{remedy(statistics, missing)}"
         )
     if kv_cache and not statistics.facts["kv_cache"]:
         lines.append(f"statistics {statistics.folder} hold no ranges of keys and values; calibrate with --kv-cache fp8")
@@ -99,9 +99,9 @@ def _absent(
     return lines
 
 
-def remedy(statistics: Statistics, lacking: Iterable[str]) -> str:
-    """What collects statistics with what these lack besides what they have."""
-    return f"calibrate again with --needs {','.join(sorted({*statistics.facts['needs'], *lacking}))}"
+def remedy(statistics: Statistics, missing: Iterable[str]) -> str:
+    """The command that collects these statistics together with the missing ones."""
+    return f"calibrate again with --needs {','.join(sorted({*statistics.facts['needs'], *missing}))}"
 
 
 def verify_statistics(statistics: Statistics, recipe: Recipe) -> None:

@@ -1,6 +1,6 @@
-"""A recipe next to its model, from config.json and the headers of the weight files: what would be quantized, how, from what.
+"""A recipe and its model, from config.json and the headers of the weight files: what is quantized, with which schemes.
 
-A survey is made once in a run. `plan.checks` says what is wrong with it, and `plan.plan` makes a plan of it.
+A run makes one survey. `plan.checks` lists its problems; `plan.plan.Plan` extends it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower l
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A recipe and its model. What the one would do to the other is computed from these when it is first used.
+    """A recipe and its model; everything else is computed from these on first use.
 
     Attributes:
         recipe: the recipe, with the hash of the scorer that its reducer names.
-        source: the model that is quantized, from its headers, in the type that it is written in, and with an output head of its
-            own where that is rotated or quantized.
+        source: the model that is quantized, from its headers, in the type that it is written in; with an untied output head if
+            that is rotated or quantized.
         bytes_before: bytes of all weights of the recipe's model.
-        statistics: statistics that the decoder is solved from instead of running it; `statistics_fault`: why it can't be.
-        widths: (block, group name) -> method of the groups that the budget of the recipe's `bits` was shared out among.
-        allocation: this choice as the manifest describes it; None: it is not made yet, or there is no budget.
+        statistics: statistics that the decoder is solved from without running it; `statistics_fault`: why they can't be read.
+        widths: (block, group name) -> method, for the groups whose width `allocate` chose within the budget of `bits`.
+        allocation: the manifest's description of this choice; None: not chosen yet, or there is no budget.
     """
 
     recipe: Recipe
@@ -59,10 +59,10 @@ class Survey:
 
     @classmethod
     def of(cls, recipe: Recipe, source: Source | None = None) -> Self:
-        """Look at a recipe and its model.
+        """Make the survey of a recipe and its model.
 
         Args:
-            source: the recipe's model, if its headers have been read already.
+            source: the recipe's model, if its headers are read already.
 
         Raises:
             UserError: the model is quantized already, not whole, or of an unknown family.
@@ -76,7 +76,7 @@ class Survey:
         return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_fault=fault)
 
     def with_source(self, source: Source) -> Self:
-        """The same recipe on a model that was made from this one: in 16 bits, with an adapter merged, or rotated."""
+        """The same recipe on a model derived from this one: dequantized, with an adapter merged, or rotated."""
         return replace(self, source=_as_written(self.recipe, source))
 
     @cached_property
@@ -91,7 +91,7 @@ class Survey:
 
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:
-        """(block, group name) -> method of the groups that the recipe's scheme itself gives to another one (`other` in
+        """(block, group name) -> method, for the groups that the recipe's scheme assigns another scheme (`other` in
         `vlmcompress.quantization.schemes`)."""
         other = getattr(self.recipe.method, "other", None)
         assigned: dict[Key, QuantMethod] = {}
@@ -128,7 +128,7 @@ class Survey:
 
     @property
     def steps(self) -> list[list[Group]]:
-        """What a run quantizes one after the other: the decoder's blocks, and after them the output head."""
+        """The groups that a run quantizes, by step: those of each decoder block, then the output head, if it is quantized."""
         return [*self.blocks, [self.head]] if self.head else self.blocks
 
     @cached_property
@@ -164,7 +164,7 @@ class Survey:
 
     @cached_property
     def layers(self) -> Layers:
-        """Which layers are quantized, as the written config says it."""
+        """The quantized layers, as the written config describes them."""
         source = self.source
         return describe_layers(
             self.schemes,
@@ -184,7 +184,7 @@ class Survey:
 
     @property
     def budget(self) -> Budget | None:
-        """The budget that the recipe's `bits` leave, which is still to be shared out; None: there is none."""
+        """The budget of the recipe's `bits` that `allocate` has yet to spend; None: there is none."""
         return self._budget[0]
 
     @property
@@ -200,7 +200,7 @@ class Survey:
 
 
 def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
-    """Reasons why the recipe's rotation would not leave the model's answers as they are. `source`: rotated already, or not."""
+    """Reasons why the recipe's rotation would change the model's answers. `source`: rotated already, or not."""
     if recipe.rotate is None:
         return []
     if recipe.reduce is not None and recipe.reduce.options.by_channel:
@@ -216,12 +216,12 @@ def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
 
 
 def skipped(recipe: Recipe, linear: str) -> bool:
-    """Whether a linear layer, by its memory name, is one that the recipe leaves in 16 bits."""
+    """Whether the recipe leaves a linear layer (memory name) in 16 bits."""
     return any(re.search(pattern, linear) for pattern in recipe.skip)
 
 
 def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
-    """The vision tower's groups that the recipe wants quantized, whatever their shapes."""
+    """The vision tower's groups to quantize, of any shape."""
     if recipe.vision == "bf16":
         return []
     return [
@@ -232,22 +232,22 @@ def vision_candidates(recipe: Recipe, source: Source) -> list[Group]:
 
 
 def _read(recipe: Recipe) -> Source:
-    """The recipe's model, from its headers; of an FP8 checkpoint the 16-bit model that it stands for."""
+    """The recipe's model, from its headers; of an FP8 checkpoint the dequantized 16-bit model."""
     path = recipe.model
     if recipe.from_quantized:
         if recipe.rotate:
             raise UserError("rotate needs a 16-bit source; leave out from_quantized, or convert it with --format bf16")
         return dequantized.outline(path)
-    models.spec_for(models.read_config(path, weights=False))  # the family first, whether there are weights or not
-    models.refuse_quantized(path, models.read_config(path))  # its tensors have no place in the model as it was
+    models.spec_for(models.read_config(path, weights=False))  # check the family first, also without weights
+    models.refuse_quantized(path, models.read_config(path))  # its tensors don't fit into the unquantized model
     return Source.of(path)
 
 
 def _as_written(recipe: Recipe, source: Source) -> Source:
-    """The source in the recipe's type, with an output head of its own where that is rotated or quantized.
+    """The source in the recipe's type, with an untied output head if that is rotated or quantized.
 
     Raises:
-        UserError: its files are not whole, or not of its config.
+        UserError: its files are incomplete, or don't fit its config.
     """
     if source.headers:
         models.check_files(source.path)
@@ -267,7 +267,7 @@ def _or_fault(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]
 
 
 def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
-    """A decoder block's groups without skipped layers. A group with a skipped layer cannot be smoothed any more."""
+    """A decoder block's groups without skipped layers. A group with a skipped layer is not smoothed."""
     for group in block:
         kept = tuple(linear for linear in group.linears if not skipped(recipe, linear))
         if len(kept) == len(group.linears):

@@ -1,4 +1,4 @@
-"""What a recipe's reducer of visual tokens means for a run: whether it can be, what it learns, what it does to an image."""
+"""A recipe's reducer of visual tokens in a plan: its problems, what it learns, and its effect on a typical image."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TYPICAL = (1024, 768)
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """What becomes of visual tokens.
+    """A recipe's reduction of visual tokens.
 
     Attributes:
-        reducer: as the recipe asks for it; None: there is none.
+        reducer: the recipe's reducer, or None.
         counted: the number of tokens depends on the image, and the engine needs it before its encoder runs, so a
             `TokenCounter` is fitted.
         example: tokens of a prompt with one typical image, before and after, by the processor alone: keys `image` (its size),
-            `before`, `after` (None where the count depends on what the image shows) and `text`; None where the processor
-            cannot say.
-        resize: how images are made smaller first; None: they are not.
+            `before`, `after` (None if the count depends on the image's content) and `text`; None if the processor can't
+            compute them.
+        resize: the resizing of images before the reducer, or None.
     """
 
     reducer: ReducerChoice | None
@@ -43,12 +43,12 @@ class VisualTokens:
 
     @property
     def learns(self) -> bool:
-        """Whether calibration images have to be looked at first, for thresholds or counts."""
+        """Whether thresholds or counts are learned from calibration images."""
         return self.counted or (self.reducer is not None and self.reducer.options.needs_thresholds)
 
     @property
     def text(self) -> str:
-        """What becomes of an image, in words."""
+        """The effect on a typical image, in words."""
         resize, reducer, example = self.resize, self.reducer, self.example
         label = " + ".join(([str(resize)] if resize else []) + ([reducer.label] if reducer else []))
         if example is None:
@@ -84,14 +84,14 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
         counts = prompt_cost.prompt_costs(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)
     except UserError:  # about the processor, which `check` and calibration look at
         return None
-    reduced = list(counts.reduced.values())[-1]  # by everything that is asked for
+    reduced = list(counts.reduced.values())[-1]  # by resizing and reducer together
     after = reduced.visual if reduced else None
     size = "x".join(map(str, TYPICAL))
     return {"image": size, "before": counts.full.visual, "after": after, "text": counts.text}
 
 
 def reduction_problems(recipe: Recipe, source: Source) -> list[str]:
-    """Why this model cannot have its visual tokens reduced so, or the recipe's engine not serve it: a line each."""
+    """Reasons why the recipe's reducer does not support this model, or the engine does not serve both: a line each."""
     try:
         before = reducer_block.read_reducer(source.config)
     except UserError as error:
@@ -116,7 +116,7 @@ def reduction_problems(recipe: Recipe, source: Source) -> list[str]:
 
 
 def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
-    """Why this model's images cannot be made smaller as the recipe asks: a line at most."""
+    """The reason why this model's images cannot be resized as in the recipe: a line at most."""
     resize = recipe.resize
     if resize is None:
         return []

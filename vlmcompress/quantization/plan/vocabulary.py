@@ -1,11 +1,11 @@
-"""The output head and the token embedding of a recipe that quantizes them: with which scheme.
+"""Schemes of the output head and the token embedding, for recipes that quantize them.
 
-vLLM 0.32 (`compressed_tensors.py: get_quant_method`) takes a head for a linear layer of any scheme, and of embeddings integers
-without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A head
-that shares the embedding's weights is given these whatever its own scheme, so it is made a matrix of its own.
+vLLM 0.32 (`compressed_tensors.py: get_quant_method`) treats a head as a linear layer of any scheme. Embeddings may be integers
+without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A tied
+head would get the embedding's weights in place of its scheme's, so it is untied.
 
-A head is asked for logits at a prompt's last token and at the answer's. So its calibration leaves visual tokens out, which are
-most of a prompt and of which none is followed by a token of the model's.
+An engine computes logits only at a prompt's last token and at the answer's. So the head's calibration leaves out visual tokens,
+which are most of a prompt and never precede a generated token.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _CODE_BITS = {"w8a16": 8, "w4a16": 4}
 
 
 def head_method(recipe: Recipe, source: Source) -> QuantMethod:
-    """How an output head is quantized that does not stay in BF16. 4 bits are calibrated where the run sees samples."""
+    """The method of an output head that is quantized. 4 bits are calibrated if the run has samples or statistics."""
     name, options = presets.resolve_scheme(recipe.head)
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
-        # The run sees inputs.
         if needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits:
             options["balance"] = BALANCE
         else:
@@ -38,7 +37,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
 
 
 def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
-    """The number formats of the token embedding; None: it stays as it is."""
+    """The number formats of the token embedding; None: it is not quantized."""
     bits = _CODE_BITS.get(recipe.embeddings)
     return None if bits is None else weight_only(bits, -1 if bits == 8 else _group_size(source))
 
