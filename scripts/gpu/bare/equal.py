@@ -84,7 +84,7 @@ def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None,
     smoothing = smooth(method, weights, stats, options)
     if (scale := smoothing.scale) is not None:
         weights, stats = [w.float() * scale for w in weights], stats.rescaled(scale)
-    return scale, solve(method, weights, stats, options, torch.bfloat16, smoothing.factor).weights
+    return scale, solve(method, weights, stats, options, torch.bfloat16, smoothing.factorization).weights
 
 
 def output_error(x: Tensor, quantized: Tensor, weight: Tensor, scale: Tensor | None) -> float:
