@@ -141,6 +141,25 @@ def test_every_package_is_described():
     assert packages == set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
 
 
+CONTRACTS = {
+    "quantization/schemes": "Options needs scheme quantize smooth prepare quantize_group input_scale other ALIASES PRESETS "
+    "sketch PREPARED_BY",
+    "reduction/methods": "STAGE NEEDS OPTIONAL COUNT SERVED WHY_NOT BATCHED NO_BETTER_THAN Options budget reduce merge",
+    "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
+    "export/formats": "problems SCALES OTHER_NAMES VOCABULARY GROUP_SIZE ENGINE write_files source_problems "
+    "reducer_problem token_ids TITLE",
+    "export/launch": "ENGINE GPUS TITLE CHECKED files command further",
+    "cli": "GROUP PLACE PASSES_ON options run",
+}
+"""Plug folder -> the names that its docstring defines, one at the beginning of a line."""
+
+
+@pytest.mark.parametrize("folder", CONTRACTS)
+def test_each_name_of_a_contract_begins_a_line(folder):
+    text = ast.get_docstring(ast.parse((ROOT / "vlmcompress" / folder / "__init__.py").read_text()))
+    assert re.findall(r"^    (?:def )?(\w+)", text, re.MULTILINE) == CONTRACTS[folder].split()
+
+
 def test_the_stations_of_walks_are_there():
     """docs/architecture.md: at most twelve stations a walk, each with a file and a name that is defined in it."""
     _, _, text = TEXTS["docs/architecture.md"].partition("\n## Three walks\n")
