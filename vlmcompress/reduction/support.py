@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SERVED_FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 """The families that vLLM's plugin serves."""
 PREFIX = "Vlmcompress"  # equals `reduction.block.PREFIX`, whose module imports torch
+_INSTEAD = "use a method of stage 'projected', for example divprune"
 _MIXED = {
     "block": "which is built for pictures of one size, and those of {family} have any",
     "resized": "and in {family} tiles are resized after the encoder, which mixes patches",
@@ -147,9 +148,9 @@ def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
 def _no_cls_attention(spec: ModelSpec, config: Any) -> str | None:
     """Why this model's encoder gives no attention from CLS although its family's usual encoder does; None if it does."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
-        return "this model joins several encoder layers or keeps CLS; attach a reducer of the projected tokens"
+        return f"this model joins several encoder layers or keeps CLS; {_INSTEAD}"
     if (kind := config.vision_config.model_type) != spec.vision_cls:
-        return f"the encoder is a {kind}, without CLS; attach a reducer of the projected tokens"
+        return f"the encoder is a {kind}, without CLS; {_INSTEAD}"
     return None
 
 
@@ -170,13 +171,13 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
     vision = config.vision_config
     used = (vision.model_type, strategy(config))
     if not isinstance(getattr(config, "vision_feature_layer", -1), int):
-        raise UserError("this model joins several encoder layers; attach a reducer of the projected tokens")
+        raise UserError(f"this model joins several encoder layers; {_INSTEAD}")
     if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
-        raise UserError("this model leaves out encoder layers; attach a reducer of the projected tokens")
+        raise UserError(f"this model leaves out encoder layers; {_INSTEAD}")
     if used not in spec.merging_towers:
         raise UserError(
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
-            "('default') and a SigLIP ('full'); attach a reducer of the projected tokens"
+            f"('default') and a SigLIP ('full'); {_INSTEAD}"
         )
     layers, thresholds = feature_layers(config), options.thresholds
     if isinstance(thresholds, tuple) and len(thresholds) != layers:

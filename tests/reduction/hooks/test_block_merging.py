@@ -197,7 +197,9 @@ def test_refused():
         attach(vlm, "tome", {"keep": 0.1})
     vlm.model.config.vision_feature_layer = -2
     try:
-        with pytest.raises(UserError, match="leaves out encoder layers"):
+        with pytest.raises(
+            UserError, match="leaves out encoder layers; use a method of stage 'projected', for example divprune"
+        ):
             attach(vlm, "tome")
     finally:
         vlm.model.config.vision_feature_layer = -1
