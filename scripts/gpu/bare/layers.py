@@ -89,8 +89,10 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
         total["smooth"] += taken
         if (scale := smoothing.scale) is not None:
             ready, group_stats = [w.float() * scale for w in group], group_stats.rescaled(scale)
-        factor = smoothing.factor
-        taken, solution = measure.once(lambda: solve(method, ready, group_stats, options, torch.bfloat16, factor))  # noqa: B023
+        factorization = smoothing.factorization
+        taken, solution = measure.once(
+            lambda: solve(method, ready, group_stats, options, torch.bfloat16, factorization)
+        )  # noqa: B023
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):
