@@ -54,9 +54,9 @@ def compressed_tensors_args(fmt: Format):
 
 
 def test_float8_are_widened():
-    """Oracle: torch, for each pair of bytes, NaN among them; and for an odd number, and rows that are not neighbours."""
+    """Oracle: torch, for each pair of bytes, NaN among them; an odd number, an odd place, and rows that are not neighbours."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(FLOAT8).view(256, 512)
-    for codes in (every, every[:3, :5], every[::2], every[0, :1]):
+    for codes in (every, every[:3, :5], every[::2], every[0, :1], every.view(-1)[1:257]):
         out = torch.empty(codes.shape)
         assert torch.equal(widened(codes, out=out).view(torch.int32), codes.float().view(torch.int32))
 

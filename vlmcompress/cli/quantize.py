@@ -87,7 +87,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
     preview = preview_data(plan)
     if recipe.out is not None and plan.statistics:
         folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
-    if plan.budget and plan.statistics and not plan.recipe.rotate:
+    if plan.budget and plan.statistics and not (plan.recipe.rotate or plan.recipe.adapter):
         from vlmcompress.quantization import allocate
         from vlmcompress.recipe import resolve
         from vlmcompress.utils.progress import silent

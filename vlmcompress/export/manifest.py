@@ -190,8 +190,7 @@ def _untouched(path: Path, record: Mapping[str, Any] | None) -> bool:
 
 
 def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compare the hashes of a checkpoint's weights and config with its manifest. Files that were written to since, or copied
-    later than it, are read.
+    """Compare the hashes of a checkpoint's weights and config with its manifest; reads all of these files.
 
     Raises:
         UserError: one of them is missing, not recorded, or changed.
@@ -205,7 +204,7 @@ def verify_hashes(folder: Path, content: Mapping[str, Any]) -> None:
         if Path(name).name != name or record is None or not path.is_file():
             what = "is missing" if name in recorded else f"is not recorded in {MANIFEST}"
             raise UserError(f"{path} {what}, so the recorded errors may be those of other weights; quantize again")
-        if not _untouched(path, record) and hash_file(path) != record:
+        if path.stat().st_size != record["size"] or hash_file(path) != record:
             raise UserError(
                 f"{path} has changed since it was written (its hash differs from {MANIFEST}), so the recorded errors may be "
                 "those of other weights; copy the checkpoint or quantize again"

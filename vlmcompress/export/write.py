@@ -271,6 +271,7 @@ def cast_entry(entry: Entry, spec: Spec) -> Entry | Callable[[], Tensor]:
 
     def make() -> Tensor:
         stored = tensor_files.read_tensor(entry)
+        tensor_files.refuse_not_finite(entry, stored)
         value = stored.to(tensor_files.DTYPES[spec.dtype])
         if not torch.equal(value.isfinite(), stored.isfinite()):
             raise UserError(
@@ -350,7 +351,7 @@ def write_weights(
             tensor_files.write_at(file.fileno(), header, 0)
             for name, spec in specs.items():
                 origin = by_name[name].origin
-                if isinstance(origin, Entry):  # unchanged bytes, copied within the kernel if the system can
+                if isinstance(origin, Entry):  # its bytes, in parts
                     tensor_files.copy_at(origin, file.fileno(), positions[name])
                 else:
                     part = origin() if callable(origin) else origin

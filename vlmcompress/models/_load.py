@@ -125,11 +125,11 @@ def load(
         device: where the weights go.
         dtype: floating-point type of the weights; None: that of the checkpoint (`FloatType`).
         trust_remote_code: run Python code from the folder. Only then may its config have an `auto_map`.
-
-            Raises:
-            UserError: the checkpoint is missing, damaged or not supported.
         check: read all weights to refuse NaN and infinity; False: only those that are stored in another type, as the caller
             checks the others when it reads them.
+
+    Raises:
+        UserError: the checkpoint is missing, damaged or not supported.
     """
     path = Path(path)
     config = read_config(path)

@@ -265,7 +265,7 @@ def refuse_not_finite(entry: Entry, values: Tensor) -> None:
 def all_finite(values: Tensor) -> bool:
     """Whether no element is NaN or infinity; of the types of `FLOATS` without a copy of them all."""
     if values.dtype not in _EXPONENTS:
-        return bool(values.isfinite().all())
+        return bool((values.float() if values.dtype == torch.float8_e4m3fn else values).isfinite().all())
     integer, exponent = _EXPONENTS[values.dtype]
     parts = values.detach().reshape(-1).view(integer).split(_CHECKED) if values.numel() else ()
     return all(int((part & exponent).amax()) != exponent for part in parts)

@@ -301,8 +301,8 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
         origin: the row's name in messages.
         folder: base of relative image paths.
 
-            Raises:
-            BadSample: the row is malformed, or one of its files cannot be read.
+    Raises:
+        BadSample: the row is malformed, or one of its files cannot be read.
     """
     value = row.get("images") if row.get("images") is not None else row.get("image")
     values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]

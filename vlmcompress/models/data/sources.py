@@ -130,8 +130,8 @@ def load_samples(
         text: samples must be text only; a column `text` can replace the question.
         answered: every sample must have an answer.
 
-            Raises:
-            UserError: the source is missing or unreadable, or more rows are bad than `reading` allows.
+    Raises:
+        UserError: the source is missing or unreadable, or more rows are bad than `reading` allows.
     """
     path = hub.local(source, "dataset")
     table = _open(path, reading.columns, text, answered)

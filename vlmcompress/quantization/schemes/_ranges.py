@@ -130,8 +130,8 @@ def refined(
         gram: `[in, in]`, Gram matrix of the inputs.
         fmt: an integer format, with a scale per group or row.
 
-            Returns:
-            new scale and zero point, shaped like the arguments.
+    Returns:
+        new scale and zero point, shaped like the arguments.
     """
     low, high = find_ranges(w, fmt, gram.diagonal())
     kwargs = {"scale_dtype": scale.dtype, "max_code": fmt.max_codes[0]}

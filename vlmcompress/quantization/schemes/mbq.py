@@ -102,8 +102,8 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
         counts: modality -> number of elements in the sum.
         rho: weight of the visual error.
 
-            Raises:
-            ValueError: there are neither visual nor answer tokens; one of the two is enough.
+    Raises:
+        ValueError: there are neither visual nor answer tokens; one of the two is enough.
     """
     if not counts["answer"] + counts["vision"]:
         raise ValueError("the samples have neither visual nor answer tokens; add some with images or answers")
