@@ -159,7 +159,7 @@ def render(results: dict[str, list[dict[str, float]]]) -> str:
                 text = f"{value:.0f} {unit}" if unit == "s" else f"{value:.2f} {unit}"
                 if row != name and key != "written":
                     ratios = sorted(
-                        theirs[key] / own[key] for theirs, own in zip(results[name], results[row], strict=True)
+                        theirs[key] / base[key] for theirs, base in zip(results[name], results[row], strict=True)
                     )
                     text += f" ({ratios[0]:.1f} to {ratios[-1]:.1f} times less)"
                 cells.append(text)

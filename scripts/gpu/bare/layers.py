@@ -89,10 +89,8 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
         total["smooth"] += taken
         if (scale := smoothing.scale) is not None:
             ready, group_stats = [w.float() * scale for w in group], group_stats.rescaled(scale)
-        factorization = smoothing.factorization
-        taken, solution = measure.once(
-            lambda: solve(method, ready, group_stats, options, torch.bfloat16, factorization)
-        )  # noqa: B023
+        arguments = method, ready, group_stats, options, torch.bfloat16, smoothing.factorization
+        taken, solution = measure.once(partial(solve, *arguments))
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):

@@ -223,14 +223,14 @@ def adapted(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["rotate", "adapter", "from_quantized"])
-def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, how):
+@pytest.mark.parametrize("derivation", ["rotate", "adapter", "from_quantized"])
+def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, derivation):
     """Oracle: a plan of the derived model alone. It differs in nothing but `bytes_before`, which is of the recipe's model."""
     model, settings = models["qwen2-5-vl"], {"scheme": "gptq", "vision": "fp8", "kv_cache": "fp8", "head": "w4a16"}
     settings |= {"bits": {"budget": 6.0}, "calibrate": {"data": str(tmp_path)}, "options": {"group_size": 32}}
-    if how == "rotate":
+    if derivation == "rotate":
         settings["rotate"] = "hadamard"
-    elif how == "adapter":
+    elif derivation == "adapter":
         settings["adapter"] = str(adapted(model, tmp_path / "adapter"))
     else:
         rtn.write(model, tmp_path / "fp8", rtn.SCHEMES["fp8"])

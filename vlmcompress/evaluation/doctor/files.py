@@ -185,12 +185,12 @@ def _read_through(file: Path) -> _Pass:
         for entry in entries:
             dtype = tensor_files.DTYPES[entry.spec.dtype]
             deque(parts(entry.start), 0)  # the header
-            found = {
+            kinds = {
                 fault for part in parts(entry.end) if dtype.is_floating_point for fault in _faults(part.view(dtype))
             }
-            if _NOT_FINITE in found:
+            if _NOT_FINITE in kinds:
                 faults.append(f"tensor '{entry.name}' in {file.name} {_NOT_FINITE}")
-            elif found and entry.name.endswith("_scale"):
+            elif kinds and entry.name.endswith("_scale"):
                 faults.append(f"scale '{entry.name}' in {file.name} {_NOT_POSITIVE}")
         deque(parts(size), 0)
     return _Pass({"sha256": digest.hexdigest(), "size": size}, faults)

@@ -29,7 +29,7 @@ from vlmcompress.engines.vllm.plugin._cpu import (
 )
 from vlmcompress.reduction.support import PREFIX, SERVED_FAMILIES
 
-__all__ = ["SERVED", "register"]
+__all__ = ["SERVED_FAMILIES", "register"]
 
 
 def register() -> None:
