@@ -12,9 +12,9 @@ from vlmcompress.numerics._formats import FLOAT8
 
 def widened(codes: Tensor, *, out: Tensor) -> Tensor:
     """Copy `codes`, int8 or float8_e4m3fn, into the float32 tensor `out` of their shape and return it; NaN stays NaN."""
-    offsets = codes.storage_offset() | out.storage_offset() | codes.numel()
+    odd = any(count % 2 for count in (codes.storage_offset(), out.storage_offset(), codes.numel()))
     contiguous = codes.is_contiguous() and out.is_contiguous()
-    if codes.dtype != FLOAT8 or codes.device.type != "cpu" or offsets % 2 or not contiguous:
+    if codes.dtype != FLOAT8 or codes.device.type != "cpu" or odd or not contiguous:
         return out.copy_(codes)
     # Two neighbours are an index, and their two float32 are an int64.
     pairs = codes.view(-1).view(torch.uint16).to(torch.int32)

@@ -283,7 +283,7 @@ def test_another_source(patient, source, tmp_path):
     other = Path(shutil.copytree(source, tmp_path / "other"))
     edit = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(edit | {"x": 1}))
-    assert "not the model" in failures(patient, other)["size"]
+    assert "not the source" in failures(patient, other)["size"]
 
 
 def test_no_processor_or_template(patient):
