@@ -127,10 +127,10 @@ def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
     tokenizer = AutoProcessor.from_pretrained(source).tokenizer
     assert len(tokenizer("त्र")["input_ids"]) == 1
     code, _, error = run(capsys, "quantize", source, "-o", out, "--scheme", "rtn", "--format", "gguf")
-    assert code == 0 and "warning: " in error and "llama.cpp cuts 3 of " in error
-    assert "llama.cpp cuts 3 of " in json.loads((out / "vlmcompress.json").read_text())["warnings"][-1]
+    assert code == 0 and "warning: " in error and "llama.cpp splits 3 of " in error
+    assert "llama.cpp splits 3 of " in json.loads((out / "vlmcompress.json").read_text())["warnings"][-1]
     code, said, _ = run(capsys, "doctor", out)
-    assert code == 0 and "llama.cpp cuts 3 of " in said
+    assert code == 0 and "llama.cpp splits 3 of " in said
     changed(out, words)
     code, said, _ = run(capsys, "doctor", out)
     assert code == 2 and "PROBLEM  tokenizer" in said and "PROBLEM  files" in said

@@ -67,9 +67,9 @@ def test_images_stand_where_the_text_says(tmp_path: Path) -> None:
 
 
 def test_places_and_images_must_agree() -> None:
-    with pytest.raises(UserError, match="sample 'x': 2 places for images in the prompt, 1 images"):
+    with pytest.raises(UserError, match="sample 'x': 2 placeholders for images in the prompt, 1 images"):
         place([{"role": "user", "content": "<image><image>"}], [Path("/a.png")], "x")
-    with pytest.raises(UserError, match="1 places for images in the prompt, 0 images"):
+    with pytest.raises(UserError, match="1 placeholders for images in the prompt, 0 images"):
         place([{"role": "user", "content": "<image>"}], [], "x")
 
 

@@ -46,7 +46,7 @@ def test_too_few_images(images, tmp_path):
         UserError, match="64 different images; give at least 100, better hundreds: an agreement of 0.95"
     ):
         own_answers.split_images(images, 1000, 0.05)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         own_answers.split_images(tmp_path / "absent", 1000, 0.1)
 
 

@@ -163,4 +163,4 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused_before_anything_r
     path.write_text(json.dumps(content))
     assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "has no name" in error
+    assert error.count("\n") == 1 and "without a known name" in error
