@@ -224,6 +224,7 @@ def test_lines_are_short(page):
         ("simulate_statistics", "statistics"),
         ("simulate_statistics", "images"),
         ("full_size", "full_size"),
+        ("peers", "peers"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "full_size.json"
-SCHEMES = ("fp8", "rtn", "w8a16")
+SCHEMES = ("fp8", "rtn")
 CALLS = {  # row of the table -> command; the folders are next to the model
     "`cp` of the model": ["cp", "-r", "bf16", "copy"],
     **{
@@ -36,11 +36,11 @@ CALLS = {  # row of the table -> command; the folders are next to the model
     "`export --format awq` of rtn": ["vlmcompress", "export", "rtn", "--format", "awq", "-o", "awq"],
     "`doctor` of fp8": ["vlmcompress", "doctor", "fp8"],
     "`push --dry-run` of fp8": ["vlmcompress", "push", "fp8", "org/name", "--dry-run"],
-    "`check`": ["vlmcompress", "check", "bf16"],
+    "`check --scheme fp8`": ["vlmcompress", "check", "bf16", "--scheme", "fp8"],
 }
 KEPT, DELETED = (
     ("fp8", "rtn"),
-    ("copy", "w8a16", "gguf", "awq"),
+    ("copy", "gguf", "awq"),
 )  # folders that later calls read, and those that none does
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -125,10 +125,12 @@ def main() -> None:
             write_model(model)
         for name in KEPT:
             shutil.rmtree(args.work / name, ignore_errors=True)
-        rows = [{"call": call, **measure(args.work, command)} for call, command in CALLS.items()]
+        rows = []
+        for call, command in CALLS.items():
+            rows.append({"call": call, **measure(args.work, command)})
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
         for name in KEPT:
             shutil.rmtree(args.work / name)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
     print(json.dumps(rows))

@@ -5,9 +5,9 @@
     scripts/measure/peers.py --render      prints the docs' table, from eval/peers.json
 
 The model has 4 decoder blocks of Qwen2.5-0.5B's shapes after a tower of 8 small blocks, with random weights. Each process
-loads it, reads the same samples with images, quantizes the decoder's linear layers and writes a checkpoint. llm-compressor
-runs as its examples do, with its presets' names. Memory is the anonymous part of the resident set, looked at twenty times a
-second. The last line is one JSON object.
+loads it, reads the same 16 samples with images (but for FP8 and RTN), quantizes the decoder's linear layers and writes a
+checkpoint. llm-compressor runs as its examples do, with its presets' names. Memory is the anonymous part of the resident
+set, looked at twenty times a second. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SAMPLES = 16
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT))
 
+DATA_FREE = ("fp8", "rtn")
 OURS = {
     "fp8": ["--scheme", "fp8"],
     "rtn": ["--scheme", "rtn", "--set", "options.symmetric=true"],
@@ -140,13 +141,15 @@ def measure(command: list[str], out: Path) -> dict[str, float]:
 
 
 def render(results: dict[str, list[dict[str, float]]]) -> str:
-    """The docs' table: each peer, then ours with the peer's figure divided by ours."""
+    """The docs' table: medians of each peer's runs, then of ours, with the peer's figure divided by ours, lowest to highest."""
     lines = ["| process | time | processor time | memory at the peak | weights written |", "|---|---|---|---|---|"]
 
     def middle(name: str, key: str) -> float:
         return statistics.median(run[key] for run in results[name])
 
     for name, ours in ROWS.items():
+        if name not in results:
+            continue
         for row in (name, *ours):
             cells = []
             for key, unit, scale in (
@@ -161,7 +164,8 @@ def render(results: dict[str, list[dict[str, float]]]) -> str:
                     ratios = sorted(
                         theirs[key] / base[key] for theirs, base in zip(results[name], results[row], strict=True)
                     )
-                    text += f" ({ratios[0]:.1f} to {ratios[-1]:.1f} times less)"
+                    times = dict.fromkeys(f"{ratio:.1f}" for ratio in (ratios[0], ratios[-1]))
+                    text += f" ({' to '.join(times)} times less)"
                 cells.append(text)
             label = row if row == name else f"`{row}`"
             lines.append(f"| {label} | {' | '.join(cells)} |")
@@ -197,7 +201,8 @@ def main() -> None:
                     command = [sys.executable, __file__, "--peer", row, str(model), str(data), str(out)]
                     if row in OURS:
                         command = [sys.executable, "-m", "vlmcompress", "quantize", str(model), "-o", str(out)]
-                        command += [*OURS[row], "--calib", str(data), "--samples", str(SAMPLES)]
+                        command += OURS[row]
+                        command += [] if row in DATA_FREE else ["--calib", str(data), "--samples", str(SAMPLES)]
                     results.setdefault(row, []).append(measure(command, out))
                     print(number + 1, row, results[row][-1], file=sys.stderr)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
