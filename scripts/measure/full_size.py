@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import resource
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
+
+from process_cost import process_cost
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,10 +36,8 @@ CALLS = {  # row of the table -> command; the folders are next to the model
     "`push --dry-run` of fp8": ["vlmcompress", "push", "fp8", "org/name", "--dry-run"],
     "`check --scheme fp8`": ["vlmcompress", "check", "bf16", "--scheme", "fp8"],
 }
-KEPT, DELETED = (
-    ("fp8", "rtn"),
-    ("copy", "gguf", "awq"),
-)  # folders that later calls read, and those that none does
+KEPT = ("fp8", "rtn")  # folders that later calls read
+DELETED = ("copy", "gguf", "awq")  # and those that none does
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
@@ -74,32 +70,6 @@ def write_model(folder: Path) -> None:
     shapes.processor(shape).save_pretrained(folder)
 
 
-def measure(work: Path, command: list[str]) -> dict:
-    """Run a command in `work`: seconds of the clock and of the processor, the peak of anonymous memory, bytes that went to and
-    from the disk, bytes of what it wrote."""
-    if command[0] == "vlmcompress":
-        command = [sys.executable, "-m", *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
-    with subprocess.Popen(command, cwd=work, stdout=sys.stderr, env=environment) as process:
-        while process.poll() is None:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = max([peak, *(int(kib) * 1024 for kib in re.findall(r"RssAnon:\s+(\d+)", status))])
-            time.sleep(0.05)
-    if process.returncode:
-        raise SystemExit(f"{command} ended with {process.returncode}")
-    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = {
-        "user": round(after.ru_utime - before.ru_utime, 1),
-        "system": round(after.ru_stime - before.ru_stime, 1),
-        "read": 512 * (after.ru_inblock - before.ru_inblock),
-        "written": 512 * (after.ru_oublock - before.ru_oublock),
-    }
-    for name in DELETED:
-        shutil.rmtree(work / name, ignore_errors=True)
-    return {"seconds": round(seconds, 1), "anonymous": peak} | used
-
-
 def render(rows: list[dict]) -> str:
     """The docs' table."""
     lines = ["| call | time | user, system | memory at the peak | disk read, written |", "|---|---|---|---|---|"]
@@ -127,7 +97,9 @@ def main() -> None:
             shutil.rmtree(args.work / name, ignore_errors=True)
         rows = []
         for call, command in CALLS.items():
-            rows.append({"call": call, **measure(args.work, command)})
+            rows.append({"call": call, **process_cost(command, args.work)})
+            for name in DELETED:
+                shutil.rmtree(args.work / name, ignore_errors=True)
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
         for name in KEPT:
             shutil.rmtree(args.work / name)

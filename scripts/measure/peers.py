@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from process_cost import process_cost
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,29 +113,15 @@ def peer(name: str, model: Path, data: Path, out: Path) -> None:
 
 
 def measure(command: list[str], out: Path) -> dict[str, float]:
-    """Run a process on one core: seconds of the clock and of the processor, the peak of anonymous memory, bytes written."""
+    """What a process on one core costs (`process_cost`), and the bytes of weights that it wrote to `out`."""
     shutil.rmtree(out, ignore_errors=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
-    core = max(os.sched_getaffinity(0))
-    with subprocess.Popen(
-        ["taskset", "-c", str(core), *command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
-        while process.poll() is None:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = max([peak, *(int(kib) * 1024 for kib in re.findall(r"RssAnon:\s+(\d+)", status))])
-            time.sleep(0.05)
-    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cost = process_cost(command, ROOT, core=max(os.sched_getaffinity(0)))
     weights = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
-    if process.returncode or not weights:
-        raise SystemExit(f"{command}: ended with {process.returncode}")
+    if not weights:
+        raise SystemExit(f"{command} wrote no weights")
     shutil.rmtree(out)
-    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": seconds, "processor": processor, "anonymous": peak, "written": weights}
+    processor = cost["user"] + cost["system"]
+    return {"seconds": cost["seconds"], "processor": processor, "anonymous": cost["anonymous"], "written": weights}
 
 
 def render(results: dict[str, list[dict[str, float]]]) -> str:
@@ -200,7 +184,7 @@ def main() -> None:
                 for row in (name, *ROWS[name]):
                     command = [sys.executable, __file__, "--peer", row, str(model), str(data), str(out)]
                     if row in OURS:
-                        command = [sys.executable, "-m", "vlmcompress", "quantize", str(model), "-o", str(out)]
+                        command = ["vlmcompress", "quantize", str(model), "-o", str(out)]
                         command += OURS[row]
                         command += [] if row in DATA_FREE else ["--calib", str(data), "--samples", str(SAMPLES)]
                     results.setdefault(row, []).append(measure(command, out))
