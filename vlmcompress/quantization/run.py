@@ -34,7 +34,7 @@ from vlmcompress.quantization.calibration.block_store import (
     load_block,
     save_block,
 )
-from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
+from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, naming_layers, solve_block
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
@@ -54,7 +54,6 @@ from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import distributed, folders
-from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
@@ -352,10 +351,8 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
         weight = model.get_parameter(f"{embedding}.weight")
-        try:
+        with naming_layers([embedding], [weight]):
             rounded = round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype)
-        except ValueError as error:  # it holds NaN or Inf
-            raise UserError(f"{embedding}: {error}") from error
         quantized[embedding] = (rounded, scheme, None)
     language = StoredWeights(run.work, plan.steps, plan.method)
     every = ChainMap(quantized, language)  # type: ignore[arg-type]  # neither is written to

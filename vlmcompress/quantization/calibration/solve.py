@@ -155,7 +155,7 @@ def solve_block(
             searched[group.name] = Smoothing((scales or {}).get(group.name))
             continue
         group_weights = current(group)
-        with _naming(group, group_weights):
+        with naming_layers(group.linears, group_weights):
             searched[group.name] = schemes.smooth(
                 chosen.module, group_weights, stats[group.name], chosen.options, scale_dtype
             )
@@ -205,7 +205,7 @@ def _solve_group(
     result, first = BlockResult(), group.linears[0]
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
-    with _naming(group, weights):
+    with naming_layers(group.linears, weights):
         solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factorization)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
@@ -224,14 +224,14 @@ def _solve_group(
 
 
 @contextmanager
-def _naming(group: Group, weights: Sequence[Tensor]) -> Iterator[None]:
-    """Turn a ValueError about weights or statistics into a UserError that names the layer, of a group's the first where the
-    weights are finite."""
+def naming_layers(names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Turn a ValueError about weights or statistics into a UserError that names the layer: the first whose weight is not
+    finite, or the first of all."""
     try:
         yield
     except ValueError as error:
-        named = zip(group.linears, weights, strict=True)
-        name = next((name for name, weight in named if not weight.isfinite().all()), group.linears[0])
+        named = zip(names, weights, strict=True)
+        name = next((name for name, weight in named if not weight.isfinite().all()), names[0])
         raise UserError(f"{name}: {error}") from error
 
 
