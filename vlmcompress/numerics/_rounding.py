@@ -182,13 +182,9 @@ def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Forma
     return q
 
 
-def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, rows: slice = slice(None)) -> Tensor:
-    """Float32 values `[out, in]` of the codes `q [out, in]`, for the given `rows` (default: all)."""
-    if fmt.rows > 1:  # [out / rows, in / group] -> [out, in / group]: the scales of each row's blocks
-        scale = scale[torch.arange(len(q), device=scale.device)[rows] // fmt.rows]
-    elif scale.dim() > 1:  # not per matrix
-        scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
-    q = q[rows]
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Float32 values `[out, in]` of the codes `q [out, in]`. `scale`, `zero_point`: as from `find_params`; for blocks of rows,
+    those of each row, `[out, in / group]`."""
     w = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     for part in row_chunks(q):
         if fmt.rows > 1:

@@ -60,11 +60,13 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, rows: slice = slice(None)) -> Tensor:
         """The weights `[out, in]` that an engine computes with, for the given `rows` (default: all)."""
-        part = self
-        if self.scale.dim() > 1 and self.format.rows == 1:  # so that `step` is computed of these rows alone
-            zero_point = None if self.zero_point is None else self.zero_point[rows]
-            part, rows = replace(self, q=self.q[rows], scale=self.scale[rows], zero_point=zero_point), slice(None)
-        return dequantize(part.q, part.step, part.zero_point, self.format, rows).to(dtype)
+        scale, zero_point = self.scale, self.zero_point
+        if self.format.rows > 1:  # [out / rows, in / group] -> [out, in / group]: the scales of each row's blocks
+            scale = scale[torch.arange(len(self.q), device=scale.device)[rows] // self.format.rows]
+        elif scale.dim() > 1:  # not per matrix
+            scale, zero_point = scale[rows], None if zero_point is None else zero_point[rows]
+        part = replace(self, q=self.q[rows], scale=scale, zero_point=zero_point)
+        return dequantize(part.q, part.step, part.zero_point, self.format).to(dtype)
 
 
 def round_to_nearest(
