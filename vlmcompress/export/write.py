@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -273,7 +272,7 @@ def cast_entry(entry: Entry, spec: Spec) -> Entry | Callable[[], Tensor]:
         stored = tensor_files.read_tensor(entry)
         tensor_files.refuse_not_finite(entry, stored)
         value = stored.to(tensor_files.DTYPES[spec.dtype])
-        if not torch.equal(value.isfinite(), stored.isfinite()):
+        if not tensor_files.all_finite(value) and tensor_files.all_finite(stored):
             raise UserError(
                 f"tensor '{entry.name}' has numbers too large for {value.dtype}; use --dtype bfloat16 or float32"
             )

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -53,9 +53,12 @@ _WRITTEN = 1 << 26  # bytes that are written by one call
 _COPIED = 1 << 20  # bytes that are read by one call, which stay in a core's cache
 _CHECKED = 1 << 19  # numbers that are looked at by one call
 _EXPONENTS = {
+    torch.float8_e4m3fn: (torch.int8, 0x7F),  # it has no infinity, and 0x7E is its largest number
+    torch.float8_e5m2: (torch.int8, 0x7C),
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
 }
 """Bits that are all set in NaN and infinity alone, and the integer to see them in."""
 
@@ -141,9 +144,14 @@ def read_tensor(entry: Entry) -> Tensor:
     data = torch.empty(entry.end - entry.start, dtype=torch.uint8).numpy().data
     with entry.file.open("rb") as file:
         file.seek(entry.start)
-        if file.readinto(data) < len(data):
-            raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
+        _fill(data, file, entry)
     return _view(entry, data, 0).contiguous()
+
+
+def _fill(data: memoryview, file: BinaryIO, entry: Entry) -> None:
+    """Fill `data` from the position of an open file, which is that of `entry`."""
+    if file.readinto(data) < len(data):  # type: ignore[attr-defined]  # of a buffered file, it reads all that there is
+        raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
 
 
 def map_tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
@@ -234,7 +242,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         refuse_not_finite(entry, value)
         return write_at(file, to_bytes(value), position)
     try:
-        source = entry.file.open("rb", buffering=0)
+        source = entry.file.open("rb")
     except OSError as error:
         raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
     with source:
@@ -243,11 +251,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         values = torch.frombuffer(block, dtype=DTYPES[entry.spec.dtype])
         while left:
             part = memoryview(block)[: min(left, _COPIED)]
-            filled = 0
-            while filled < len(part):
-                if not (count := source.readinto(part[filled:])):
-                    raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
-                filled += count
+            _fill(part, source, entry)
             refuse_not_finite(entry, values[: len(part) // values.itemsize])
             write_at(file, part, position)
             left, position = left - len(part), position + len(part)
@@ -263,9 +267,9 @@ def refuse_not_finite(entry: Entry, values: Tensor) -> None:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no element is NaN or infinity; of the types of `FLOATS` without a copy of them all."""
+    """Whether no element is NaN or infinity, without a copy of them all; integers are finite."""
     if values.dtype not in _EXPONENTS:
-        return bool((values.float() if values.dtype == torch.float8_e4m3fn else values).isfinite().all())
+        return True
     integer, exponent = _EXPONENTS[values.dtype]
     parts = values.detach().reshape(-1).view(integer).split(_CHECKED) if values.numel() else ()
     return all(int((part & exponent).amax()) != exponent for part in parts)

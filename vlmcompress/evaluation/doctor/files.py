@@ -197,14 +197,10 @@ def _read_through(file: Path) -> _Pass:
 
 
 def _faults(values: Tensor) -> Iterator[str]:
-    """The faults of `values`, from their bits: read as integers, floats of one sign are ordered by magnitude."""
-    width = values.dtype.itemsize
-    signed, unsigned = (values.view(torch.uint8).numpy().view(f"{kind}{width}") for kind in "iu")
-    if signed.min() <= 0:
+    """The faults of `values`. Read as signed integers, floats have their own sign, and 0 is 0 or the least integer."""
+    if values.view(torch.uint8).numpy().view(f"i{values.dtype.itemsize}").min() <= 0:
         yield _NOT_POSITIVE
-    largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype)
-    finite = int.from_bytes(tensor_files.to_bytes(largest), "little")
-    if signed.max() > finite or unsigned.max() > finite + (1 << 8 * width - 1):
+    if not tensor_files.all_finite(values):
         yield _NOT_FINITE
 
 

@@ -16,7 +16,7 @@ from vlmcompress.export.formats import Parts
 from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import DTYPES, Entry
+from vlmcompress.utils.tensor_files import DTYPES, Entry, all_finite
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of unquantized types."""
@@ -146,7 +146,7 @@ def _plan(
         value = changed(chosen(parts.read(source)))
         value = value.float() + rule.add if rule.add else value
         rounded = value.to(DTYPES[kind]).contiguous()
-        if kind == "F16" and int((rounded.view(torch.int16) & 0x7FFF).amax()) >= 0x7C00:  # infinity and NaN
+        if kind == "F16" and not all_finite(rounded):
             raise UserError(
                 f"{source} has values that no 16-bit float of GGUF's F16 holds; convert the source to float32 first"
             )
