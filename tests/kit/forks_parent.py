@@ -33,6 +33,8 @@ def main() -> None:
     quicker.freeze(engines=True)
     # vLLM 0.32 sets `spawn` on a CPU, whose engine would import vLLM anew; torch has one thread here, so that a fork is safe.
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
+    # An engine that inherited its server's asyncio loop would report its own SIGTERM to that loop as the server's second one.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     sys.executable = str(Path(address).with_name("python"))  # processes of the forks are forks, too
     link = caller(address, began)
