@@ -82,6 +82,17 @@ def test_absmax_alone_keeps_no_gram():
         stats.gram()
 
 
+def test_nothing_reads_a_gram_matrix_below_its_block_upper_triangle():
+    """There it has no values, and on a CPU no memory."""
+    collector, x = Collector(300), torch.randn(8, 300)
+    collector.add(x)
+    stats = collector.finish()
+    stats._gram["text"][256:, :256] = torch.nan
+    torch.testing.assert_close(stats.gram(), x.T @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(GroupStats.from_state_dict(stats.state_dict()).gram(), stats.gram())
+    assert stats.error(x, x) == {"text": pytest.approx(1)}
+
+
 def test_rescaled_equals_statistics_of_scaled_input():
     """Oracle: statistics collected from X / s."""
     data = batches()

@@ -169,9 +169,10 @@ class Collector:
                 new, old = size.amax(0).float(), stats._absmax.get(name)
                 stats._absmax[name] = new if old is None else torch.maximum(old, new, out=old)
         if "gram" in stats.needs:
-            if name not in stats._gram:
-                stats._gram[name] = torch.zeros(width, width, device=rows.device)
-            add_product(stats._gram[name], wide[:, :width])
+            fresh = name not in stats._gram
+            if fresh:  # not zeros: what lies below the block upper triangle stays unmapped on a CPU
+                stats._gram[name] = torch.empty(width, width, device=rows.device)
+            add_product(stats._gram[name], wide[:, :width], fresh=fresh)
         if CROSS in stats.needs:
             if name not in stats._cross:
                 stats._cross[name] = torch.zeros(width, width, device=rows.device)

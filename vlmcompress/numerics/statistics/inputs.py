@@ -79,9 +79,11 @@ class GroupStats:
             # (X / s)^T (X / s) = diag(1/s) G diag(1/s)
             return self._merged if self._scale is None else (self._merged / self._scale).div_(self._scale[:, None])
         (first, weight), *others = self._weighed(weights).items()
-        total = self._gram[first] * weight
-        for name, weight in others:
-            total.add_(self._gram[name], alpha=weight)
+        total = torch.empty_like(self._gram[first])
+        for a, b in _blocks(self.width):  # below these rows of the block upper triangle a CPU has mapped no memory
+            rows = torch.mul(self._gram[first][a:b, a:], weight, out=total[a:b, a:])
+            for name, factor in others:
+                rows.add_(self._gram[name][a:b, a:], alpha=factor)
         _finite(_mirror(total))
         return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
 
@@ -305,11 +307,11 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
     return _mirror(gram, block)
 
 
-def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None) -> None:
+def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None, *, fresh: bool = False) -> None:
     """Add `rows^T rows` to the block upper triangle of `gram [in, in]`, in place, for columns `start` to `end`.
 
     The triangle is halved recursively, which makes the products as large as possible. `rows [tokens, in]` are float32, or 16
-    bits on an accelerator that accumulates in float32.
+    bits on an accelerator that accumulates in float32. `fresh`: `gram` has no values yet.
     """
     end = gram.shape[0] if end is None else end
     block = _multiplied(gram.device)
@@ -321,12 +323,14 @@ def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = No
     for column, right in parts:
         target = gram[start:middle, column:end]
         if rows.dtype == gram.dtype:
-            target.addmm_(left.T, right)
+            target.addmm_(left.T, right, beta=0 if fresh else 1)
+        elif fresh:
+            target.copy_(torch.mm(left.T, right, out_dtype=gram.dtype))
         else:
             target.add_(torch.mm(left.T, right, out_dtype=gram.dtype))
     if blocks > 1:
-        add_product(gram, rows, start, middle)
-        add_product(gram, rows, middle, end)
+        add_product(gram, rows, start, middle, fresh=fresh)
+        add_product(gram, rows, middle, end, fresh=fresh)
 
 
 def _multiplied(device: torch.device) -> int:
