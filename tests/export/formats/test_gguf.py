@@ -147,7 +147,7 @@ def test_matrices_of_a_tower_have_8_bits_where_llama_cpp_quantizes_them(mmproj, 
     rules = GgufFile({}, tuple(TensorRule(name, name) for name in shapes))
     plans = planned(rules, parts, ModelFacts({}, {}), "vision")
     expected = dict.fromkeys(shapes, rest) | dict.fromkeys(list(shapes)[:2], matrix)
-    expected |= {"v.position_embd.weight": "F32", "v.blk.0.ln1.weight": "F32"}
+    expected |= dict.fromkeys(("v.position_embd.weight", "v.class_embd", "v.blk.0.ln1.weight"), "F32")
     assert {plan.name: plan.kind for plan in plans} == expected
     for plan in plans:
         assert sum(piece.nbytes for piece in plan.make()) == plan.nbytes

@@ -365,19 +365,19 @@ def modelfile(text: str) -> list[tuple[str, str]]:
     A line is a comment, or an instruction and its argument, from which one pair of quotes is taken; an argument in quotes goes
     on to the line where these end.
     """
-    known = {"from", "parameter", "template", "system", "adapter", "license", "message", "requires"}
-    found, lines = [], iter(text.splitlines())
+    instructions = {"from", "parameter", "template", "system", "adapter", "license", "message", "requires"}
+    commands, lines = [], iter(text.splitlines())
     for line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, _, value = line.strip().partition(" ")
-        assert name.lower() in known, line
+        assert name.lower() in instructions, line
         quotes = next((quotes for quotes in ('"""', '"') if value.strip().startswith(quotes)), "")
         while quotes and not (len(value.strip()) >= 2 * len(quotes) and value.strip().endswith(quotes)):
             value += "\n" + next(lines)
-        found.append((name.lower(), value.strip().removeprefix(quotes).removesuffix(quotes)))
-    assert any(name == "from" for name, _ in found)
-    return found
+        commands.append((name.lower(), value.strip().removeprefix(quotes).removesuffix(quotes)))
+    assert any(name == "from" for name, _ in commands)
+    return commands
 
 
 FLOATS = {"temperature", "top_p", "min_p", "repeat_penalty"}

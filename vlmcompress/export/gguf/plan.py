@@ -21,7 +21,7 @@ from vlmcompress.utils.tensor_files import DTYPES, Entry, all_finite
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of unquantized types."""
-ALWAYS_F32 = ("position_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
+ALWAYS_F32 = ("position_embd", "class_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
 """Name parts of tensors that ggml only supports in float32."""
 NEVER_Q8_0 = ("patch_embd", "patch_merger", "mm.input_projection")
 """Name parts of the tower's matrices that are not rounded to 8 bits: `llama-quantize` leaves the first two as they are
