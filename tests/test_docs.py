@@ -225,6 +225,7 @@ def test_lines_are_short(page):
         ("simulate_statistics", "images"),
         ("full_size", "full_size"),
         ("peers", "peers"),
+        ("growth", "growth"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

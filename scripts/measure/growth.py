@@ -1,0 +1,80 @@
+#!/usr/bin/env python
+"""Time and memory of `quantize --scheme gptq-plus` against the number of blocks, of samples and of experts.
+
+    scripts/measure/growth.py --work DIR    makes small random models there and quantizes them
+    scripts/measure/growth.py --render      prints the docs' table, from eval/growth.json
+
+Each row is a process with one thread of arithmetic (`process_cost`), start of Python and imports included. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from process_cost import process_cost
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "growth.json"
+sys.path.insert(0, str(ROOT))
+SAMPLES = (16, 64, 256)
+RUNS = [  # what grows, its number, blocks, experts (0: dense), samples
+    *[("blocks", n, n, 0, 16) for n in (4, 8, 16)],
+    *[("samples", n, 4, 0, n) for n in SAMPLES],
+    *[("experts of one block", n, 2, n, 16) for n in (16, 64)],
+]
+
+
+def render(rows: list[dict]) -> str:
+    """The docs' table."""
+    lines = ["| what grows | number | processor time | memory at the peak |", "|---|---|---|---|"]
+    for row in rows:
+        cells = f"{row['processor']:.0f} s | {row['anonymous'] / 1e9:.2f} GB"
+        lines.append(f"| {row['what']} | {row['number']} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure or render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 1 GB")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not args.render:
+        if args.work is None:
+            parser.error("--work DIR is needed")
+        from tests.kit import tiny
+        from vlmcompress.evaluation.speed.prompts import dead_leaves
+
+        data, rows = args.work / "data.jsonl", []
+        args.work.mkdir(parents=True, exist_ok=True)
+        for number in range(max(SAMPLES)):
+            dead_leaves((128, 128), number).save(args.work / f"{number}.png")
+        row = '{"id": "%d", "image": "%d.png", "question": "What is in this picture?", "answer": "Leaves."}\n'
+        data.write_text("".join(row % (number, number) for number in range(max(SAMPLES))))
+        for what, number, blocks, experts, samples in RUNS:
+            model, out = args.work / "bf16", args.work / "out"
+            for folder in (model, out):
+                shutil.rmtree(folder, ignore_errors=True)
+            dense = (0,) if experts else tuple(range(blocks))
+            mixture = {"num_experts": experts or 4, "mlp_only_layers": dense}
+            tiny.build("qwen3-vl-moe", model, num_hidden_layers=blocks, intermediate_size=1536, **mixture)
+            command = ["vlmcompress", "quantize", str(model), "-o", str(out), "--scheme", "gptq-plus"]
+            command += ["--group-size", "32", "--calib", str(data), "--samples", str(samples)]
+            cost = process_cost(command, args.work)
+            processor = cost["user"] + cost["system"]
+            rows.append({"what": what, "number": number, "processor": processor, "anonymous": cost["anonymous"]})
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = json.loads(RESULTS.read_text())
+    print(render(rows))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
