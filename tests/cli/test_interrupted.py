@@ -68,7 +68,7 @@ def test_killed_in_any_phase(world, tmp_path):
 
     assert code(0) == 0
     whole = contents(tmp_path / "out")
-    for moment in range(1, 1000, 3):
+    for moment in range(1, 1000, 7):
         shutil.rmtree(tmp_path / "out")
         if code(moment) != -signal.SIGKILL:
             break
