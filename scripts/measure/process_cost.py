@@ -61,6 +61,6 @@ def _family(pid: int) -> list[int]:
 
 def _anonymous(pid: int) -> int:
     with contextlib.suppress(OSError):
-        found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-        return int(found[1]) * 1024 if found else 0
+        line = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        return int(line[1]) * 1024 if line else 0
     return 0
