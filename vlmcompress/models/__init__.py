@@ -38,6 +38,7 @@ from vlmcompress.models._modules import (
     module_names,
     resolve_groups,
     routers,
+    tower_blocks,
     values_name,
     vision_linears,
     without_lost_draft,

@@ -129,7 +129,6 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
 _OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
-    "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
