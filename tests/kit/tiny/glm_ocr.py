@@ -12,7 +12,11 @@ from tests.kit.tiny.glm4v import processor as processor
 def model() -> T.PreTrainedModel:
     return T.GlmOcrForConditionalGeneration(
         T.GlmOcrConfig(
-            text_config={**GQA, "rope_parameters": ROPE},
+            text_config={
+                **GQA,
+                "intermediate_size": 384,
+                "rope_parameters": ROPE,
+            },  # vLLM reads it as the merger's width
             vision_config=VISION,
             tie_word_embeddings=False,
             **TOKEN_IDS,
