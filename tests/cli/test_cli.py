@@ -355,7 +355,7 @@ def raising(error: BaseException):
         (GateError("accuracy fell"), 1, "error: accuracy fell"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "error: out of memory"),
-        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[compress]' in the checkout"),
+        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[block-search]' in the checkout"),
     ],
 )
 def test_exit_codes(capfd, monkeypatch, error, code, message):

@@ -128,15 +128,21 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
 
 _OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
+    "deepseek_ocr2": "vLLM's class reads the original checkpoint, of the architecture DeepseekOCR2ForCausalLM, and transformers another",
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
+    "gemma3n": "its tower is one of timm's, which transformers' class wraps; it is not described yet",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
+    "hunyuan_vl": "vLLM 0.32 has no class of its own for it and runs transformers' module, which is not described yet",
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
     "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
+    "lighton_ocr": "vLLM 0.32 takes it only as model type 'mistral3', transformers only as 'lighton_ocr': no config.json suits both",
+    "llama4": "its experts are not described yet",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
     "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
     "pixtral": "that is Pixtral's tower alone; take a whole model with it, of the type 'llava' or 'mistral3'",
+    "qianfan_ocr": "its tower's queries, keys and values are one tensor on disk and three layers in transformers",
     "qwen2_5_omni": f"{_OMNI} Qwen2.5-VL, of the type 'qwen2_5_vl'",
     "qwen3_omni_moe": f"{_OMNI} Qwen3-VL, of the type 'qwen3_vl' or 'qwen3_vl_moe'",
 }
