@@ -128,7 +128,7 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
 
 _OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
-    "deepseek_ocr2": "vLLM's class reads the original checkpoint, of the architecture DeepseekOCR2ForCausalLM, and transformers another",
+    "deepseek_ocr2": "vLLM reads the original checkpoint (DeepseekOCR2ForCausalLM), transformers one of another layout",
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
     "gemma3n": "its tower is one of timm's, which transformers' class wraps; it is not described yet",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
@@ -136,7 +136,7 @@ UNSUPPORTED: dict[str, str] = {
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
     "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
-    "lighton_ocr": "vLLM 0.32 takes it only as model type 'mistral3', transformers only as 'lighton_ocr': no config.json suits both",
+    "lighton_ocr": "vLLM 0.32 takes it as model type 'mistral3' alone, transformers as 'lighton_ocr' alone",
     "llama4": "its experts are not described yet",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
