@@ -372,7 +372,7 @@ def raising(error: BaseException):
             2,
             "error: out of memory; use fewer",
         ),
-        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[compress]' in the checkout"),
+        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[block-search]' in the checkout"),
     ],
 )
 def test_exit_codes(capfd, monkeypatch, error, code, message):

@@ -85,6 +85,17 @@ def test_unknown_model_type(folder, model_type, match):
         models.spec_for(config)
 
 
+def test_a_model_that_vllm_alone_has_is_called_that():
+    pytest.importorskip("vllm")
+    with pytest.raises(
+        UserError, match=r"does not know it .*vLLM .* has architecture DotsOCRForCausalLM; it is served there"
+    ):
+        models.spec_for({"model_type": "dots_ocr", "architectures": ["DotsOCRForCausalLM"]})
+    with pytest.raises(UserError, match="not a vision-language model; choose from") as caught:
+        models.spec_for({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    assert str(caught.value).count(" gemma4,") == 1
+
+
 def test_an_architecture_of_another_release_or_model(folder):
     """What vLLM has is read from its source, and so is right for whichever is installed."""
     newer = {"model_type": "qwen9_vl", "vision_config": {}, "architectures": ["Qwen9VLForConditionalGeneration"]}

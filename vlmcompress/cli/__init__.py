@@ -40,7 +40,7 @@ from vlmcompress.utils.registry import VERBS
 
 # Missing package -> the extra that installs it.
 _EXTRAS = {
-    "llmcompressor": "compress",
+    "llmcompressor": "block-search",
     "datasets": "compress",
     "pyarrow": "compress",
     "lm_eval": "eval",

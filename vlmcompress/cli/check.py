@@ -1,4 +1,4 @@
-"""Check in seconds whether a recipe works for a model, a target and an engine."""
+"""Check in seconds whether a model is supported, or whether a recipe works for it, a target and an engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, findings_text
 from vlmcompress.export import readers
 from vlmcompress.utils import hub
+from vlmcompress.utils.text import table
 
 if TYPE_CHECKING:
     from vlmcompress.recipe import Recipe
@@ -29,10 +30,13 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Check the recipe against model, target and engine. Exit code 2 if a check fails."""
+    """Check the recipe against model, target and engine; MODEL alone: what it can have. Exit code 2 if a check fails."""
     from vlmcompress.recipe import resolve
 
-    recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
+    values = _flags.recipe_values(args)
+    if values.keys() == {"model"} and not args.recipe:
+        return _support(values["model"])
+    recipe = resolve(values, args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
     from vlmcompress.quantization.plan.findings import engine_of, findings
 
@@ -44,6 +48,18 @@ def run(args: argparse.Namespace) -> Outcome:
     title = f"{hub.display_path(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": fine, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
     return OK if fine else BAD_INPUT, data, findings_text(title, results)
+
+
+def _support(model: str) -> Outcome:
+    """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
+    _process.import_transformers()
+    from vlmcompress.quantization.plan.support import model_support
+
+    results = model_support(hub.local(model, weights="none"))
+    fine = results[0].ok
+    rows = [("yes" if finding.ok else "no", finding.name, finding.detail) for finding in results]
+    data = {"ok": fine, "model": model, "findings": [vars(finding) for finding in results]}
+    return OK if fine else BAD_INPUT, data, f"{hub.display_path(model)}\n{table(rows)}"
 
 
 def _devices(recipe: Recipe, tp: int) -> Finding:

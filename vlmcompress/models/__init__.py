@@ -5,7 +5,7 @@ Adding a family is adding one file to `families/` whose `SPEC` is a `ModelSpec`;
 
 # ruff: noqa: F401  # what is imported here is what the package offers
 
-from vlmcompress.models._checks import UNSUPPORTED
+from vlmcompress.models._checks import UNSUPPORTED, has_engine_class, has_transformers_class
 from vlmcompress.models._experts import Expert, Experts
 from vlmcompress.models._images import ImageSetting, Layout, Piece, side_length, square_patches
 from vlmcompress.models._load import (
@@ -38,6 +38,7 @@ from vlmcompress.models._modules import (
     module_names,
     resolve_groups,
     routers,
+    tower_blocks,
     values_name,
     vision_linears,
     without_lost_draft,

@@ -128,16 +128,21 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
 
 _OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
+    "deepseek_ocr2": "vLLM reads the original checkpoint (DeepseekOCR2ForCausalLM), transformers one of another layout",
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
-    "gemma4_unified": "it has no vision tower that could be kept apart: raw patches go into the decoder",
+    "gemma3n": "its tower is one of timm's, which transformers' class wraps; it is not described yet",
     "glm46v": "vLLM 0.32 has no class for it; GLM-4.6V-Flash is published as model type 'glm4v', which is supported",
+    "hunyuan_vl": "vLLM 0.32 has no class of its own for it and runs transformers' module, which is not described yet",
     "internvl_chat": "its model is Python code in the checkpoint; take the same model's '-HF', of the type 'internvl'",
     "kimi_k25": "its experts are not described yet; the published checkpoint is in 4 bits already, and vLLM serves it",
     "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
+    "lighton_ocr": "vLLM 0.32 takes it as model type 'mistral3' alone, transformers as 'lighton_ocr' alone",
+    "llama4": "its experts are not described yet",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
     "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
     "pixtral": "that is Pixtral's tower alone; take a whole model with it, of the type 'llava' or 'mistral3'",
+    "qianfan_ocr": "its tower's queries, keys and values are one tensor on disk and three layers in transformers",
     "qwen2_5_omni": f"{_OMNI} Qwen2.5-VL, of the type 'qwen2_5_vl'",
     "qwen3_omni_moe": f"{_OMNI} Qwen3-VL, of the type 'qwen3_vl' or 'qwen3_vl_moe'",
 }
@@ -154,21 +159,34 @@ def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) 
     model_type = config["model_type"]
     if model_type in UNSUPPORTED:
         return UserError(f"model type '{model_type}' is not supported: {UNSUPPORTED[model_type]}")
-    sees = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(key in config for key in VISION_KEYS)
-    if not sees:
-        return UserError(
-            f"model type '{model_type}' is not a vision-language model; choose from {', '.join(model_types)}"
-        )
-    there = model_type in CONFIG_MAPPING_NAMES
-    here = "has it" if there else "does not know it (a newer release may)"
-    support = [f"transformers {transformers.__version__} {here}"]
+    here, there = has_transformers_class(config), has_engine_class(config)
+    if not (here or there or any(key in config for key in VISION_KEYS)):
+        types = ", ".join(dict.fromkeys(model_types))
+        return UserError(f"model type '{model_type}' is not a vision-language model; choose from {types}")
+    listed = here or model_type in CONFIG_MAPPING_NAMES
+    support = [
+        f"transformers {transformers.__version__} {'has it' if listed else 'does not know it (a newer release may)'}"
+    ]
     names = engine_architectures()
     for name in _architectures(config) if names else ():
         support.append(f"vLLM {_engine_version()} {'has' if name in names else 'has no'} architecture {name}")
-    guess = "" if there else did_you_mean(model_type, model_types)
-    todo = guess if guess.startswith("; did") else "; CONTRIBUTING.md says how to add a family"
+    guess = "" if listed else did_you_mean(model_type, model_types)
+    add = "CONTRIBUTING.md says how to add a family"
+    if there and not listed:
+        add = "it is served there as it is, and quantizing needs a class in transformers"
+    todo = guess if guess.startswith("; did") else f"; {add}"
     what = f"model type '{model_type}' is not supported: no file in vlmcompress/models describes it"
     return UserError(f"{what}; {', '.join(support)}{todo}")
+
+
+def has_transformers_class(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has a class for models of this config.json that answer about images."""
+    return config["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def has_engine_class(config: Mapping[str, Any]) -> bool:
+    """Whether the installed vLLM has a class of multimodal models for the architecture in this config.json."""
+    return any(name.removeprefix(REDUCED) in engine_architectures() for name in _architectures(config))
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
@@ -207,12 +225,19 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 @cache
 def engine_architectures() -> frozenset[str]:
-    """The architectures in the installed vLLM's registry, read from its source; empty if vLLM is not installed."""
+    """The architectures of multimodal models in the installed vLLM's registry, read from its source; empty without vLLM."""
     package = importlib.util.find_spec("vllm")
     for folder in (package.submodule_search_locations or []) if package else []:
         registry = Path(folder) / "model_executor" / "models" / "registry.py"
         if registry.is_file():
-            return frozenset(re.findall(r'^\s+"(\w+)":\s*\(', registry.read_text(encoding="utf-8"), re.MULTILINE))
+            text = "".join(
+                re.findall(
+                    r"^_\w*MULTIMODAL\w* = \{.*?^\}|    # Multimodal models.*?^\}",
+                    registry.read_text(encoding="utf-8"),
+                    re.MULTILINE | re.DOTALL,
+                )
+            )
+            return frozenset(re.findall(r'^\s+"(\w+)":\s*\(', text, re.MULTILINE))
     return frozenset()
 
 

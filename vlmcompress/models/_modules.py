@@ -64,9 +64,14 @@ def vision_linears(model: nn.Module, spec: ModelSpec) -> list[Group]:
     """
     return [
         group
-        for index, block in enumerate(_blocks(model, spec.vision_layers))
+        for index, block in enumerate(_blocks(model, spec.vision_layers) if spec.vision_layers else ())
         for group in _groups(model, block, index, spec.vision_groups)
     ]
+
+
+def tower_blocks(model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
+    """The blocks of the vision tower; none where patches enter the decoder without one."""
+    return list(model.get_submodule(spec.vision_layers).children()) if spec.vision_layers else []
 
 
 def _blocks(model: nn.Module, path: str) -> list[str]:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vlmcompress.models._modules import tower_blocks
+
 if TYPE_CHECKING:
     from vlmcompress.models._load import VLM
     from vlmcompress.models._spec import ModelSpec
@@ -42,12 +44,14 @@ def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
     Raises:
         Exception: anything that the model's code raises for images that it cannot process.
     """
-    model: Any = outlined(vlm.model, vlm.spec) if vlm.model.device.type == "meta" else vlm.model
+    meta = vlm.model.device.type == "meta"
+    model: Any = outlined(vlm.model, vlm.spec) if meta else vlm.model
+    device = "cpu" if meta else model.device
     features = 0
     with _shapes_alone(model, vlm.spec):
         for call, pixels in _CALLS.items():
             arguments = {
-                name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+                name: value.to(device, model.dtype if value.is_floating_point() else value.dtype)
                 for name, value in visual_inputs(vlm, inputs, call).items()
             }
             if not arguments:
@@ -85,8 +89,7 @@ def visual_shape(vlm: VLM, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
 def _shapes_alone(model: nn.Module, spec: ModelSpec) -> Iterator[None]:
     """Within the context tower and projector have outputs of the right shapes alone: the tower's blocks hand on what they get,
     and matrices give zeros."""
-    blocks: Any = model.get_submodule(spec.vision_layers)
-    forwards: dict[Any, Callable[..., Tensor]] = dict.fromkeys(blocks, _unchanged)
+    forwards: dict[Any, Callable[..., Tensor]] = dict.fromkeys(tower_blocks(model, spec), _unchanged)
     for path in (*spec.vision, *spec.projector):
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
@@ -121,7 +124,7 @@ def outlined(model: nn.Module, spec: ModelSpec) -> Any:
     parts = {path.split(".")[1] for path in (*spec.vision, *spec.projector)}
     core._modules = {name: copy.deepcopy(child) if name in parts else child for name, child in core._modules.items()}
     core._parameters, outer._modules = dict(core._parameters), {**outer._modules, "model": core}
-    blocks = set(core.get_submodule(spec.vision_layers.removeprefix("model.")).modules())
+    blocks = {module for block in tower_blocks(outer, spec) for module in block.modules()}
     run = [module for name in sorted(parts) for module in core.get_submodule(name).modules() if module not in blocks]
     for module in (core, *run):  # the core has direct parameters, such as `image_newline`
         for key, value in module._parameters.items():

@@ -112,8 +112,8 @@ class ModelSpec:
             bits.
         groups: linear groups of one decoder block.
         vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
-        vision_layers: path of the list of tower blocks; `vision_groups`: linear groups of one of them, none where vLLM
-            cannot run the tower quantized.
+        vision_layers: path of the list of tower blocks, empty if there is no tower; `vision_groups`: linear groups of one of
+            them, none where vLLM cannot run the tower quantized.
         vision_attention: the attention within a tower block, if vLLM can compute it in FP8 with scales from a file (its class
             calls `get_fp8_padded_hidden_size`) and names it the same with `.attn` appended; else None.
         image_token: the config key with the id of the placeholder of one visual token.

@@ -31,9 +31,13 @@ def placeholders(config: Any) -> dict[str, Any]:
 
 
 def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of the processor (`ModelSpec.sizes`), fewest tokens first: the most tiles of an image, and the processor's own
-    setting last. From two tiles on, a small copy of the whole image is one more."""
-    images_of, each = processor.image_processor, processor.image_seq_length
+    """Settings of InternVL: the most tiles of an image."""
+    return tile_settings(processor.image_processor, processor.image_seq_length)
+
+
+def tile_settings(images_of: Any, each: int) -> list[ImageSetting]:
+    """Settings of an image processor (`ModelSpec.sizes`), fewest tokens first: the most tiles of an image, and its own setting
+    last. A tile has `each` tokens; from two tiles on, a small copy of the whole image is one more."""
     settings = [
         ImageSetting(each * (count + (count > 1)), {"max_patches": count})
         for count in range(max(1, images_of.min_patches), images_of.max_patches)

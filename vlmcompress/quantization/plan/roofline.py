@@ -114,7 +114,7 @@ def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
     spec = model.pictures
     if spec is None or not patches:
         return 0
-    layers: Any = model.meta_model.get_submodule(spec.vision_layers)
+    layers = models.tower_blocks(model.meta_model, spec)
     vision: Any = model.config.get("vision_config") or {}
     inside = {id(module) for block in layers for module in block.modules()}
     named = dict(model.meta_model.named_modules())

@@ -503,6 +503,9 @@ PARTS: dict[str, list[Reach]] = {
         "rows of each video",
         "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
     ),
+    "EXAONE 4.5's images": _reaches(
+        "model_executor.layers.fusion.mm_input_norm", "what normalizes pixels", "build_mm_input_norm"
+    ),
     "experts with 4-bit weights on CPUs": [
         *_reaches(
             f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",

@@ -5,6 +5,9 @@ ignoring `OMP_NUM_THREADS`. If a core is busy, all small products on the CPU the
 
 **LLaVA-OneVision's videos.** If the videos of a step have different numbers of frames, their rows are `[1, n, d]`, and the
 engine fails: "Expected multimodal embeddings to be a sequence of 2D tensors".
+
+**EXAONE 4.5's images.** Its class inherits that pixels are normalized in the model, and builds a tower that does not: it sees
+raw pixels.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ def register() -> None:
     """Apply all fixes. May be called any number of times."""
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
+    when_imported(f"{MODELS}.exaone4_5", _normalize_images, "EXAONE 4.5's images")
 
 
 def when_imported(name: str, mend: Callable[[Any], None], part: str | None = None) -> None:
@@ -85,3 +89,17 @@ def _flatten_videos(module: Any) -> None:
     # `(1, n, d)` in its list. Goes when it returns rows `[n, d]`.
     process = model._process_video_pixels
     model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
+
+
+def _normalize_images(module: Any) -> None:
+    from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
+
+    model = module.Exaone4_5_ForConditionalGeneration
+    construct = model.__init__
+
+    # vllm/model_executor/models/exaone4_5.py builds its tower without `input_norm`, unlike qwen2_5_vl.py. Goes when it does.
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        construct(self, vllm_config=vllm_config, prefix=prefix)
+        self.visual.input_norm = build_mm_input_norm(vllm_config.model_config)
+
+    model.__init__ = __init__

@@ -1,0 +1,24 @@
+"""EXAONE 4.5: the tower of Qwen2.5-VL with grouped-query attention, EXAONE 4 decoder, positions in one dimension.
+
+A decoder block has norms after attention and after the MLP only, so nothing before its queries or its gate can be scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlmcompress.models._spec import ATTENTION_OUT, DOWN, GATE_UP, QKV, QWEN_ENGINE, DraftHead
+from vlmcompress.models.families import qwen2_5_vl
+
+SPEC = replace(
+    qwen2_5_vl.SPEC,
+    family="exaone4-5",
+    model_types=("exaone4_5",),
+    groups=(replace(QKV, smooth=()), ATTENTION_OUT, replace(GATE_UP, smooth=()), DOWN),
+    vision_attention=None,
+    positions="1d",
+    mixed_blocks="attention in windows",
+    hub_prefixes=(),
+    engine_prefixes=QWEN_ENGINE,
+    draft=DraftHead("mtp", "num_nextn_predict_layers"),
+)
