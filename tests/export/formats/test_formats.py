@@ -101,7 +101,6 @@ def test_a_format_is_written_read_or_both():
     assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == [
         "bf16",
         "gguf",
-        "mlx",
         "openvino",
     ]
 

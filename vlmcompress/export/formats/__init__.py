@@ -6,6 +6,8 @@ implement both. Optional:
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; default: that of the weights
     OTHER_NAMES                     alternative tensor names in its files -> those in `specs`
+    renamed(entries, state) -> [Entry]     tensors of a folder that its own tools wrote, with names and layouts of torch's;
+                                    `state`: memory name -> parameter
     VOCABULARY                      True: output head and token embedding may be quantized
     GROUP_SIZE                      a literal: default group size of schemes that have one
     ENGINE                          a literal: the only engine (`engines.NAMES`) that reads its files

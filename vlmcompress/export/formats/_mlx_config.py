@@ -6,7 +6,7 @@ takes a default, or it fails. The result has both; transformers reads either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vlmcompress.utils.errors import UserError
@@ -20,6 +20,7 @@ _PATHS = (
     ("model.", ("",)),
 )
 """Prefix of a memory name -> prefixes of the module's path in mlx-vlm, first match wins."""
+_OWN_HEADS = ("idefics3", "smolvlm", "llava_next")
 _COUNTED = {"gemma3": "sliding_window_pattern", "qwen3_5": "full_attention_interval"}
 
 
@@ -29,15 +30,29 @@ def module_paths(name: str) -> list[str]:
     return [prefix + name.removeprefix(old) for prefix in new]
 
 
+def memory_name(path: str, names: Collection[str]) -> str:
+    """The memory name of a tensor that MLX's tools wrote, of `names`, those in the model; the path itself if there is none."""
+    inverse = [(new, old) for old, prefixes in _PATHS for new in prefixes if path.startswith(new)]
+    candidates = [old + path.removeprefix(new) for new, old in sorted(inverse, key=lambda pair: -len(pair[0]))]
+    return next((name for name in candidates if f"{name.rpartition('.')[0]}.weight" in names or name in names), path)
+
+
 def published(config: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config.json with the names that mlx-vlm reads.
 
     Raises:
-        UserError: mlx-vlm counts the layers of a kind, and theirs are in no such order.
+        UserError: mlx-vlm's class differs: in the decoder, in a head of its own, or in the order of kinds of layers.
     """
     if not isinstance(config.get("text_config"), Mapping):
         return dict(config)  # as published
-    kind = str(config.get("model_type"))
+    kind, decoder = str(config.get("model_type")), config["text_config"].get("model_type")
+    if kind == "internvl" and decoder != "qwen3":
+        raise UserError(f"mlx-vlm's class has a decoder of the type qwen3, not {decoder}")
+    tied = config["text_config"].get("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    if tied and kind in _OWN_HEADS:
+        raise UserError("mlx-vlm's class has an output head of its own, and the model's is tied to the embedding")
+    if not tied and kind == "gemma4":
+        raise UserError("mlx-vlm's class ties the output head to the embedding; leave it so, and in bf16")
     text = {**_legacy(config["text_config"], kind), **config["text_config"]}
     if "mm_tokens_per_image" in config:
         text["mm_tokens_per_image"] = config["mm_tokens_per_image"]

@@ -12,7 +12,7 @@ Stored per linear layer (`out` x `in`, b bits, g = number of scales per row):
 Packing is along `in`, least significant bits first. An affine weight is `scale * code + bias` with codes from 0, so the bias is
 `-scale * (zero point + 2^(b-1))`. Scales and biases have the type of the model: MLX computes in the widest type of a product's
 parts, so that one float32 scale would make every later layer, and the KV cache, float32. Without zero points the bias is a
-scale times a power of two, and exact; with them it is rounded to the model's type (of BF16: by at most 1/32 of a step).
+scale times a power of two, and exact; with them it is rounded to the model's type, of BF16 and 4 bits by up to 1/32 of a step.
 
 Tensors keep their names; mlx-vlm's classes rename them when they load (`sanitize`). Sources: mlx 0.32 `ops.cpp: quantize`,
 `nn/layers/quantized.py`, mlx-vlm 0.7.10 `utils.py: load_model`, `quantization/nvfp4.py` (the global scale, a divisor).
@@ -20,25 +20,28 @@ Tensors keep their names; mlx-vlm's classes rename them when they load (`sanitiz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmcompress.export.formats._mlx_config import module_paths, published
-from vlmcompress.export.packing import pack_words
+from vlmcompress.export.formats._mlx_config import memory_name, module_paths, published
+from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.export.readers import ENGINES
-from vlmcompress.models.layer_names import Layers
-from vlmcompress.numerics import QTensor, Scheme, pack_fp4
+from vlmcompress.models.layer_names import Layers, Names
+from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.numerics import FLOAT8, MXFP4, MXFP8, NVFP4, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_files import Entry, Spec
 
 FORMAT = "mlx"
 KV_SCALES = None
 VOCABULARY = True
 GROUP_SIZE = 64  # as mlx-vlm's own conversion
+_FLOATS = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
 
@@ -53,6 +56,10 @@ def storage(scheme: Scheme) -> str:
         raise UserError("MLX has no kernel for FP8 with a scale per row, block or matrix; use mxfp8")
     if fmt.bits not in _BITS:
         raise UserError(f"MLX has integers of 2, 3, 4, 5, 6 and 8 bits, not of {fmt.bits}")
+    if fmt.bits == 8 and not fmt.symmetric:
+        raise UserError(
+            "of 8 bits MLX's biases would round zero points by up to half a step; leave these out (symmetric)"
+        )
     _group(scheme)
     return "affine"
 
@@ -106,19 +113,28 @@ def configs(layers: Layers) -> dict[str, dict]:
         return {}
     main, *_ = layers.schemes
     others = {
-        path: numbers(scheme)
+        path: {**numbers(scheme), "symmetric": scheme.weights.symmetric}
         for names, scheme in layers.quantized.items()
         if scheme != main
         for path in module_paths(names[0])
     }
-    return {"config.json": {"quant_method": FORMAT, **numbers(main), **others}}
+    return {"config.json": {"quant_method": FORMAT, **numbers(main), "symmetric": main.weights.symmetric, **others}}
 
 
 def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json with the names that mlx-vlm reads, and its block where mlx-vlm looks for it."""
+    """The content of config.json with the names that mlx-vlm reads, and the block where and as mlx-vlm looks for it."""
     config = published(config)
     block = config.get("quantization_config")
-    return config | ({"quantization": {k: v for k, v in block.items() if k != "quant_method"}} if block else {})
+    return config | ({"quantization": _plain(block)} if block else {})
+
+
+def _plain(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block without the entries that are not MLX's."""
+    return {
+        key: _plain(value) if isinstance(value, Mapping) else value
+        for key, value in block.items()
+        if key not in ("quant_method", "symmetric")
+    }
 
 
 def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
@@ -144,6 +160,106 @@ def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
         f"mlx-vlm does not support methods that select or merge visual tokens, such as {reducer['method']}; "
         "make images smaller with --reduce resize:SHARE, or write compressed-tensors"
     )
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for unsupported settings of the config block or of a layer in it."""
+    read, layers = {"group_size", "bits", "mode", "symmetric"}, {}
+    for key, value in config.items():
+        layers |= {key: value} if isinstance(value, (Mapping, bool)) and key not in read else {}
+    refuse_unknown(config, read | layers.keys(), {"quant_method"})
+    for key, value in layers.items():
+        refuse_unknown(value if isinstance(value, Mapping) else {}, read, (), None, f"{key}.")
+
+
+def renamed(entries: Sequence[Entry], state: Mapping[str, Tensor]) -> list[Entry]:
+    """Tensors that MLX's tools wrote, with memory names and convolutions' channels in torch's place.
+
+    Raises:
+        UserError: mlx-vlm changes the numbers of this family's tensors, not just their names.
+    """
+    if any("switch_" in entry.name or "linear_attn." in entry.name for entry in entries):
+        raise UserError(
+            "mlx-vlm stacks experts and shifts the norms of Qwen3.5, which is not undone; give the original"
+        )
+    tensors = []
+    for entry in entries:
+        name, (first, *rest) = memory_name(entry.name, state), entry.spec.shape or (0,)
+        shape = tuple(state[name].shape) if name in state else entry.spec.shape
+        last = len(rest) > 2 and shape != entry.spec.shape and shape == (first, rest[-1], *rest[:-1])
+        tensors.append(
+            replace(
+                entry, name=name, spec=Spec(entry.spec.dtype, shape if last else entry.spec.shape), channels_last=last
+            )
+        )
+    return tensors
+
+
+def scheme_in(
+    config: Mapping[str, Any], names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]
+) -> Scheme | None:
+    """The scheme of a linear layer `[out, in]`; None: not quantized. `names`: its names in memory, on disk, in vLLM.
+
+    Raises:
+        UserError: the block is invalid or unsupported.
+    """
+    if "scales" not in stored:
+        return None
+    paths = [*module_paths(names[0]), *names]
+    paths += [path.removeprefix("language_model.") for path in paths]
+    block = next((config[path] for path in paths if isinstance(config.get(path), Mapping)), config)
+    bits, group, mode = block.get("bits"), block.get("group_size"), block.get("mode", "affine")
+    if mode in _FLOATS and (group, bits) == (_FLOATS[mode].group, _FLOATS[mode].bits):
+        if mode == "nvfp4" and "weight_global_scale" not in stored:
+            raise UserError(
+                "NVFP4 of MLX's own tools has no global scale, which other formats have; quantize the original"
+            )
+        return Scheme(_FLOATS[mode])
+    if mode != "affine" or bits not in _BITS or group not in _GROUPS:
+        raise UserError(
+            "MLX's modes are affine with 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4, mxfp8 and nvfp4; this is "
+            f"{mode!r} with {bits!r} bits, group_size {group!r}"
+        )
+    return Scheme(Format("int", bits, group, block.get("symmetric") is True))
+
+
+def quantizes(config: Mapping[str, Any], name: str) -> bool:
+    """Whether mlx-vlm takes the linear layer `name` for quantized: its tensors say so, not the block."""
+    return config.get(name) is not False
+
+
+def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, None]:
+    """The codes, scales and zero points of a layer. MLX's own tools write negative scales, too: their codes are mirrored.
+
+    Zero points are biases over scales. The bias of `tensors` and of MLX's `quantize` is a multiple of the scale, rounded to its
+    type: `tensors` is inverted exactly; weights of MLX's tools differ by that rounding, at most 1/16 of a step.
+
+    Raises:
+        UserError: a bias is no multiple of its scale, or beyond the codes.
+    """
+    fmt, columns = scheme.weights, shape[1]
+    if fmt.kind == "float":
+        codes = stored["weight"].contiguous().view(torch.uint8)
+        q = unpack_fp4(codes) if fmt.fp4 else codes.view(FLOAT8)
+        divisor = stored["weight_global_scale"].reshape(1) if fmt.nvfp4 else None
+        return QTensor(q, stored["scales"].view(FLOAT8) if fmt.nvfp4 else stored["scales"], None, fmt, divisor), None
+    q = unpack_words(stored["weight"].view(torch.int32), fmt.bits, columns)
+    scale, bias = stored["scales"], stored["biases"]
+    ratio = -(bias.float() / scale.float())  # zero points of codes that begin at 0
+    zero, top = ratio.round(), 2**fmt.bits - 1
+    multiple = ((scale.float() * -zero).to(bias.dtype) == bias) | ((ratio - zero).abs() <= 1 / 16)
+    mirrored = scale < 0
+    if mirrored.any():
+        q = torch.where(mirrored.repeat_interleave(fmt.group, 1), -1 - q, q)
+        scale, zero = scale.abs(), torch.where(mirrored, top - zero, zero)
+    if not multiple.all() or zero.min() < 0 or zero.max() > top:
+        raise UserError("it has a bias that is no multiple of its scale within the codes; quantize the original")
+    zero_point = (zero - 2 ** (fmt.bits - 1)).to(torch.int8)
+    if fmt.symmetric and zero_point.any():
+        raise UserError(
+            "the config says symmetric weights, but not all zero points are in the middle; correct the config"
+        )
+    return QTensor(q, scale, None if fmt.symmetric else zero_point, fmt), None
 
 
 def numbers(scheme: Scheme) -> dict[str, Any]:
