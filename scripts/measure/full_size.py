@@ -5,17 +5,21 @@
     scripts/measure/full_size.py --render      prints the docs' table, from eval/full_size.json
 
 Weights are random, a window of one drawn tensor each. Each row is a process with one thread of arithmetic; the first is `cp` of
-the model. Memory is the anonymous part of the process's resident set, looked at twenty times a second: pages of weights that
-are mapped from files can be dropped by the kernel. The last line is one JSON object.
+the model, the last a question about an image of 224 x 224 pixels (64 visual tokens) that llama.cpp answers with 8 tokens.
+Memory is the anonymous part of the resident sets of the process and its children, looked at twenty times a second: pages of
+weights that are mapped from files can be dropped by the kernel. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import random
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from process_cost import process_cost
@@ -35,8 +39,13 @@ CALLS = {  # row of the table -> command; the folders are next to the model
     "`doctor` of fp8": ["vlmcompress", "doctor", "fp8"],
     "`push --dry-run` of fp8": ["vlmcompress", "push", "fp8", "org/name", "--dry-run"],
     "`check --scheme fp8`": ["vlmcompress", "check", "bf16", "--scheme", "fp8"],
+    "`quantize --scheme rtn --format gguf`": [
+        *("vlmcompress", "quantize", "bf16", "-o", "w4"),
+        *("--scheme", "rtn", "--group-size", "32", "--format", "gguf"),
+    ],
+    "an answer from that in llama.cpp": [sys.executable, str(Path(__file__).resolve()), "--answer", "w4"],
 }
-KEPT = ("fp8", "rtn")  # folders that later calls read
+KEPT = ("fp8", "rtn", "w4")  # folders that later calls read
 DELETED = ("copy", "gguf", "awq")  # and those that none does
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -70,11 +79,29 @@ def write_model(folder: Path) -> None:
     shapes.processor(shape).save_pretrained(folder)
 
 
+def answer(folder: Path) -> None:
+    """Ask the model in `folder` one question about a random image, as `eval --engine llamacpp` does; print the answer."""
+    from PIL import Image
+
+    from vlmcompress import engines
+
+    with tempfile.TemporaryDirectory() as media:
+        image = Path(media) / "image.png"
+        Image.frombytes("RGB", (224, 224), random.Random(0).randbytes(224 * 224 * 3)).save(image)
+        parts = [{"type": "image_url", "image_url": {"url": image.as_uri()}}, {"type": "text", "text": "What is this?"}]
+        request = engines.Request("one", [{"role": "user", "content": parts}], max_tokens=8)
+        settings = engines.EngineSettings(max_model_len=512, max_num_seqs=1)
+        run = engines.get_engine("llamacpp").answer(folder, [request], media=media, settings=settings)
+    print(json.dumps({"answer": dataclasses.asdict(run.answers["one"]), "seconds": run.seconds}))
+
+
 def render(rows: list[dict]) -> str:
     """The docs' table."""
     lines = ["| call | time | user, system | memory at the peak | disk read, written |", "|---|---|---|---|---|"]
     for row in rows:
-        times = f"{row['seconds']:.0f} s | {row['user']:.0f}, {row['system']:.0f} s"
+        waited = row["seconds"] > 3 * (row["user"] + row["system"])  # for other processes of the machine
+        seconds = "–" if waited else f"{row['seconds']:.0f} s"
+        times = f"{seconds} | {row['user']:.0f}, {row['system']:.0f} s"
         disk = f"{row['read'] / 1e9:.1f}, {row['written'] / 1e9:.1f} GB"
         lines.append(f"| {row['call']} | {times} | {row['anonymous'] / 1e9:.1f} GB | {disk} |")
     return "\n".join(lines)
@@ -85,7 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 60 GB; the model is kept there")
     parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--answer", type=Path, metavar="FOLDER", help="only ask the GGUF files in FOLDER a question")
     args = parser.parse_args()
+    if args.answer:
+        return answer(args.answer)
     if not args.render:
         if args.work is None:
             parser.error("--work DIR is needed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -15,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def process_cost(command: list[str], folder: Path, core: int | None = None) -> dict[str, float]:
     """Run a command with one thread of arithmetic: seconds of the clock (`seconds`) and of the processor (`user`, `system`),
-    the peak of anonymous memory looked at twenty times a second (`anonymous`), bytes from and to the disk (`read`, `written`).
+    the peak of anonymous memory, its children's included, looked at twenty times a second (`anonymous`), bytes from and to the
+    disk (`read`, `written`).
 
     Args:
         command: `vlmcompress` as its first word is the one of this checkout.
@@ -32,8 +34,7 @@ def process_cost(command: list[str], folder: Path, core: int | None = None) -> d
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
     with subprocess.Popen([*pinned, *command], cwd=folder, stdout=sys.stderr, env=os.environ | settings) as process:
         while process.poll() is None:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = max([peak, *(int(kib) * 1024 for kib in re.findall(r"RssAnon:\s+(\d+)", status))])
+            peak = max(peak, sum(map(_anonymous, _family(process.pid))))
             time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
@@ -46,3 +47,20 @@ def process_cost(command: list[str], folder: Path, core: int | None = None) -> d
         "read": 512 * (after.ru_inblock - before.ru_inblock),
         "written": 512 * (after.ru_oublock - before.ru_oublock),
     }
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    with contextlib.suppress(OSError):  # it has ended
+        children = [
+            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+        ]
+        return [pid, *(member for child in children for member in _family(child))]
+    return []
+
+
+def _anonymous(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        line = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        return int(line[1]) * 1024 if line else 0
+    return 0

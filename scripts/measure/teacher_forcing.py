@@ -36,7 +36,6 @@ from vlmcompress.models.data import Sample, encode
 from vlmcompress.models.data.encode import ANSWER, VISION
 from vlmcompress.numerics import ActFormat
 
-MEASURES = ("exact", "nll", "kl", "path", "logit")
 PER_ROW = 12  # questions that share a row, at most
 RECENT = 50  # images whose features are remembered
 

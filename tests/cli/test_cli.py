@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -341,6 +343,11 @@ def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
     assert all(line in output.err for line in ("from python", "from the descriptor", "from a child"))
 
 
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
 def raising(error: BaseException):
     def verb(_args):
         raise error
@@ -355,6 +362,16 @@ def raising(error: BaseException):
         (GateError("accuracy fell"), 1, "error: accuracy fell"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "error: out of memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            2,
+            "error: out of memory",
+        ),
+        (
+            caused(UserError("config.json is not valid; restore it"), MemoryError()),
+            2,
+            "error: out of memory; use fewer",
+        ),
         (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[compress]' in the checkout"),
     ],
 )
@@ -363,6 +380,18 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert cli.main(["list"]) == code
     output = capfd.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+def test_a_limit_of_memory_is_named(capfd, monkeypatch):
+    """`ulimit -v`, which counts the mapped files of a model."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    replaced(monkeypatch, raising(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 46, before[1]))
+    try:
+        assert cli.main(["list"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "error: out of memory: this process is limited to 70.4 TB, in which its libraries" in capfd.readouterr().err
 
 
 def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.kit import calibration_rows, tiny
+from tests.kit import calibration_rows, forks, tiny
 from tests.kit.command_line import run
 from vlmcompress.utils.progress import ProgressBar
 
@@ -37,6 +39,45 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def kept(work: Path) -> dict[str, int]:
     return {str(path.relative_to(work)): path.stat().st_mtime_ns for path in work.rglob("*") if path.is_file()}
+
+
+KILLED = """
+import os, signal, sys
+from vlmcompress import cli
+left, fsync = int(sys.argv.pop(1)), os.fsync
+def stop(file):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(file)
+os.fsync = stop
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_any_phase(world, tmp_path):
+    """While settings, blocks, weights, other files and names are brought to the disk: the same command writes the same bytes,
+    and nothing but OUT is left."""
+    call = ["quantize", world / "model", "--scheme", "rtn", "-o", tmp_path / "out"]
+
+    def code(moment: int) -> int:
+        command = [forks.python(*forks.OURS), "-c", KILLED, str(moment), *map(str, call)]
+        return subprocess.run(command, capture_output=True, cwd=tmp_path).returncode
+
+    assert code(0) == 0
+    whole = contents(tmp_path / "out")
+    for moment in range(1, 1000, 7):
+        shutil.rmtree(tmp_path / "out")
+        if code(moment) != -signal.SIGKILL:
+            break
+        if (tmp_path / "out").exists():  # its name was not on the disk yet
+            assert contents(tmp_path / "out") == whole
+            continue
+        assert code(0) == 0 and contents(tmp_path / "out") == whole, moment
+        assert [path.name for path in tmp_path.iterdir()] == ["out"], moment
+    assert moment > 6
 
 
 @pytest.mark.parametrize("verb", CASES)

@@ -55,6 +55,18 @@ with folders.new_folder(out) as tree:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+def test_a_run_that_was_killed_before_it_took_its_lock(place):
+    """Its folder is removed once no run can be about to take the lock."""
+    source, out = place
+    stage = out.parent / ".out.vlmcompress-abcdefgh"
+    stage.mkdir()
+    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    assert stage.is_dir()
+    os.utime(stage, (0, 0))
+    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    assert not list(out.parent.iterdir())
+
+
 def test_appears_when_done(place):
     source, out = place
     folders.check_out(source, out, overwrite=False, mark=MANIFEST)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlmcompress.utils import tensor_files
+from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import Spec
 
@@ -53,6 +54,18 @@ def test_copy_moves_the_bytes(tmp_path, tensors):
     with (tmp_path / "copy").open("wb") as file:
         tensor_files.copy_at(entry, file.fileno(), 3)
     assert (tmp_path / "copy").read_bytes()[3:] == bytes(tensor_files.to_bytes(tensors["b.bf16"]))
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("/proc/self/mem", "Input/output error"), ("/no/such/file", "No such file or directory")]
+)
+def test_a_failed_read_is_one_of_the_source(tmp_path, file, reason):
+    """Not of the output that is being written meanwhile. Address 0 of a process cannot be read, as a bad sector cannot."""
+    entry = tensor_files.Entry(Path(file), "x", tensor_files.Spec("BF16", (8,)), 0, 16)
+    with (tmp_path / "copy").open("wb") as copy, folders.user_errors(tmp_path):
+        for read in (tensor_files.read_tensor, lambda entry: tensor_files.copy_at(entry, copy.fileno(), 0)):
+            with pytest.raises(UserError, match=f"cannot read {file}: {reason}; restore it and run again"):
+                read(entry)
 
 
 @pytest.mark.parametrize("code", tensor_files.FLOATS)

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -220,6 +221,9 @@ def _recover(out: Path) -> None:
         return
     for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
         if not (stage / "lock").is_file():
+            with contextlib.suppress(OSError):  # a run that was killed before it took its lock, or one that is about to
+                if time.time() - stage.stat().st_mtime > 60:
+                    stage.rmdir()
             continue
         with locks.held(stage / "lock", f"writing {out}"):
             _put_back(stage, out)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import size
 
+# torch's allocator and mapping, C++ and the C library have no class of their own for it.
+_NO_MEMORY = re.compile("can(?:no|')t allocate memory|bad_alloc|can't start new thread", re.IGNORECASE)
 _UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links lead in a circle"}
 
 
@@ -74,6 +78,28 @@ def path_problem(error: BaseException) -> str | None:
     if isinstance(error, RecursionError):
         return "a file or setting is nested too deeply, or holds itself; make it flat"
     return None
+
+
+def memory_problem(error: BaseException) -> str | None:
+    """The message for an error that a lack of memory caused, whatever it was converted to; None for other errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if (
+            isinstance(cause, MemoryError)
+            or type(cause).__name__ == "OutOfMemoryError"
+            or _NO_MEMORY.search(str(cause))
+        ):
+            break
+        cause = cause.__cause__ or cause.__context__
+    else:
+        return None
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    if finite := [limit for limit in limits if limit != resource.RLIM_INFINITY]:
+        return (
+            f"out of memory: this process is limited to {size(min(finite))}, in which its libraries and the files of the model "
+            "have to fit whole; raise the limits (ulimit -v and -d) to the model's size and 4 GB more"
+        )
+    return "out of memory; use fewer --samples or a larger machine (see --dry-run)"
 
 
 def _quoted(name: object) -> str:

@@ -142,17 +142,30 @@ def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
 
 
 def read_tensor(entry: Entry) -> Tensor:
-    """The values of one stored tensor."""
+    """The values of one stored tensor. Raises `UserError` if it cannot be read."""
     data = torch.empty(entry.end - entry.start, dtype=torch.uint8).numpy().data
-    with entry.file.open("rb") as file:
-        file.seek(entry.start)
+    with _opened(entry) as file:
         _fill(data, file, entry)
     return _view(entry, data, 0).contiguous()
 
 
+def _opened(entry: Entry) -> BinaryIO:
+    """The file of `entry`, open at its first byte."""
+    try:
+        file = entry.file.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
+    file.seek(entry.start)
+    return file
+
+
 def _fill(data: memoryview, file: BinaryIO, entry: Entry) -> None:
     """Fill `data` from the position of an open file, which is that of `entry`."""
-    if file.readinto(data) < len(data):  # type: ignore[attr-defined]  # of a buffered file, it reads all that there is
+    try:
+        count = file.readinto(data)  # type: ignore[attr-defined]  # of a buffered file, it reads all that there is
+    except OSError as error:
+        raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
+    if count < len(data):
         raise UserError(f"{entry.file} became shorter while it was read; restore it and run again")
 
 
@@ -246,12 +259,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         value = read_tensor(entry)
         refuse_not_finite(entry, value)
         return write_at(file, to_bytes(value), position)
-    try:
-        source = entry.file.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {entry.file}: {error.strerror}; restore it and run again") from error
-    with source:
-        source.seek(entry.start)
+    with _opened(entry) as source:
         left, block = entry.end - entry.start, bytearray(_COPIED)
         values = torch.frombuffer(block, dtype=DTYPES[entry.spec.dtype])
         while left:

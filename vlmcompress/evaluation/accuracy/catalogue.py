@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # not every build of PyYAML has the former
     """Reads `!function` and other tags as plain text."""
 
 
