@@ -174,7 +174,7 @@ def recipe(parser: Parser) -> None:
     parser.add_argument("--from-quantized", action="store_true", default=none, help="MODEL is FP8: dequantize it first")
     target(parser)
     parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to use")
-    parser.add_argument("--vision", default=none, help="scheme of the vision tower: bf16, fp8 or int8")
+    parser.add_argument("--vision", default=none, help="scheme of the vision tower: bf16, fp8, int8 or w8a16")
     vocabulary(parser)
     parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from vlmcompress import models
 from vlmcompress.export import auto_round
 from vlmcompress.export.formats import Reader
+from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.write import Quantized
 from vlmcompress.models import FloatType, ModelSpec
 from vlmcompress.numerics import Scheme
@@ -104,6 +105,8 @@ class Stored(Mapping[str, Quantized]):
         spec = models.spec_for(config)
         meta_model = models.build_meta_model(path)
         entries = list(models.stored_tensors(path).values())
+        if hasattr(reader, "renamed") and not (path / MANIFEST).is_file():
+            entries = reader.renamed(entries, meta_model.state_dict(keep_vars=True))
         kv_scales = _kv_scales(entries, reader)
         if not kv_scales and (
             key := next((key for key in _KV_KEYS if (block.get("quantization") or block).get(key)), "")

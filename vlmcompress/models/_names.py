@@ -19,7 +19,7 @@ from vlmcompress.utils.errors import UserError
 
 _QUANTIZED = frozenset(
     ("weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point")
-    + ("weight_global_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB")
+    + ("weight_global_scale", "qweight", "qzeros", "scales", "biases", "g_idx", "absmax", "quant_map", "SCB")
 )
 COMPUTED = "embed_tokens.embed_scale"
 """Gemma's embedding scale, which transformers computes from config.json and does not store; but if the embedding is quantized,

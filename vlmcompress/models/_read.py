@@ -85,6 +85,9 @@ def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
     text = changed.get("text_config")
     nested = text.pop("quantization_config", None) if isinstance(text, dict) else None
     block = config.get("quantization_config") or nested or config.get("compression_config")
+    numbers = changed.pop("quantization", None)  # MLX's, which its tools repeat as quantization_config
+    if isinstance(numbers, Mapping) and numbers and "quant_method" not in (block or {}):
+        block = {"quant_method": "mlx", **numbers}
     return changed | ({"quantization_config": block} if block else {})
 
 

@@ -117,7 +117,7 @@ class Recipe(_Frozen):
     goal: Literal["memory", "throughput"] | None = None
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # `resolve` sets it
-    vision: Literal["bf16", "fp8", "int8"] = "bf16"
+    vision: Literal["bf16", "fp8", "int8", "w8a16"] = "bf16"
     head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
     embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
     vision_attention: Literal["fp8"] | None = None
@@ -209,6 +209,11 @@ class Recipe(_Frozen):
     def exporter(self) -> ModuleType:
         """The module in `vlmcompress.export.formats` of the format that is written."""
         return FORMATS.get(self.format)
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale of 8-bit integers outside the decoder blocks; -1: a row, where the format has such."""
+        return getattr(self.exporter, "GROUP_SIZE", -1)
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""

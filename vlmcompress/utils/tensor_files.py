@@ -88,6 +88,7 @@ class Entry:
     Attributes:
         columns: (width, first, end): the bytes hold a matrix `[in, width]`, and the tensor is the transpose of its columns
             `first` to `end`; None: the bytes are those of the tensor.
+        channels_last: whether the bytes have dimension 1 of the tensor as the last, as MLX stores convolutions.
     """
 
     file: Path
@@ -96,6 +97,7 @@ class Entry:
     start: int
     end: int
     columns: tuple[int, int, int] | None = None
+    channels_last: bool = False
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -185,6 +187,9 @@ def _view(entry: Entry, data: Any, offset: int) -> Tensor:
     if not count:
         return torch.empty(entry.spec.shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    if entry.channels_last:
+        outputs, channels, *sides = entry.spec.shape
+        return flat.reshape(outputs, *sides, channels).movedim(-1, 1)
     if entry.columns is None:
         return flat.reshape(entry.spec.shape)
     width, first, end = entry.columns
@@ -250,7 +255,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
     Raises:
         UserError: the tensor cannot be read, or is one of `FLOATS` that holds NaN or infinity.
     """
-    if entry.columns is not None:
+    if entry.columns is not None or entry.channels_last:
         value = read_tensor(entry)
         refuse_not_finite(entry, value)
         return write_at(file, to_bytes(value), position)

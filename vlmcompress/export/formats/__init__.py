@@ -6,13 +6,16 @@ implement both. Optional:
     problems(layers) -> [str]       reasons why it cannot hold these layers together in one checkpoint
     SCALES                          the dtype of all its scales, for which quantizers then solve; default: that of the weights
     OTHER_NAMES                     alternative tensor names in its files -> those in `specs`
+    renamed(entries, state) -> [Entry]     tensors of a folder that its own tools wrote, with names and layouts of torch's;
+                                    `state`: memory name -> parameter
     VOCABULARY                      True: output head and token embedding may be quantized
     GROUP_SIZE                      a literal: default group size of schemes that have one
     ENGINE                          a literal: the only engine (`engines.NAMES`) that reads its files
+    model_config(config) -> dict                config.json with the names that its engine reads, from the one with its block
+    source_problems(folder, family, config) -> [str]         reasons why it cannot hold a model
+    reducer_problem(family, reducer) -> str | None           with it: why its engine does not support a recipe's reducer
     write_files(tree, family, parts, progress) -> bytes      writes files other than safetensors with the source's names;
                                     `tree` already has the source's other files, `parts` is a `Parts`
-    source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
-    reducer_problem(family, reducer) -> str | None           with it: why its engine does not support a recipe's reducer
     token_ids(folder, config, texts) -> [[int]] | None       with it, for engines with their own tokenizer: its tokens of
                                     texts, from the files in the folder or as they would be written; None: not installed
     TITLE                           with it: a literal, the engine's display name
@@ -152,7 +155,7 @@ class Parts:
 def files_problems(
     exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None, mmproj: str | None
 ) -> list[str]:
-    """Reasons why a format that writes its own files cannot hold a model; for other formats only that of a wrong `mmproj`.
+    """Reasons why a format of one engine cannot hold a model; for other formats only that of a wrong `mmproj`.
 
     Args:
         folder: the source's folder.
@@ -161,7 +164,7 @@ def files_problems(
     """
     if mmproj and exporter.FORMAT != "gguf":
         return [f"mmproj is the type of GGUF's tower, and the format is {exporter.FORMAT}; leave it out"]
-    if not hasattr(exporter, "write_files"):
+    if not hasattr(exporter, "source_problems"):
         return []
     reasons = list(exporter.source_problems(folder, family, config))
     if reducer and not reasons and (reason := exporter.reducer_problem(family, reducer)):

@@ -140,6 +140,7 @@ def stored_format(survey: Survey) -> Iterator[str]:
     exporter, source = survey.recipe.exporter, survey.source
     yield from formats.format_problems(exporter, survey.layers)
     config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
+    config = models.untied(config) if survey.head else config
     plain = reducer.plain() if reducer else None
     reasons = formats.files_problems(exporter, source.path, source.spec.family, config, plain, survey.recipe.mmproj)
     yield from reasons
@@ -154,7 +155,7 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
-    if hasattr(recipe.exporter, "write_files"):  # a conversion to another engine's format is a change
+    if hasattr(recipe.exporter, "source_problems"):  # a conversion to another engine's format is a change
         return
     if not (
         survey.layers.quantized

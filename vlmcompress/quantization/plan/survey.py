@@ -135,15 +135,18 @@ class Survey:
     def vision_method(self) -> QuantMethod | None:
         """The method of the vision tower; None: it stays in 16 bits."""
         module = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
-        return QuantMethod(module, module.Options()) if module else None
+        grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
+        return QuantMethod(module, module.Options(**grouped)) if module else None
 
     @cached_property
     def vision_groups(self) -> list[Group]:
         """The vision tower's groups of layers that are quantized: each as a whole, as an engine may fuse it."""
+        columns = max(1, self.vision_method.scheme.weights.group) if self.vision_method else 1
         return [
             group
             for group in vision_candidates(self.recipe, self.source)
             if not any(side % VISION_MULTIPLE for shape in self.source.shapes(group) for side in shape)
+            and not any(shape[1] % columns for shape in self.source.shapes(group))
         ]
 
     @cached_property

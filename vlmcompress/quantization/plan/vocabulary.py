@@ -25,6 +25,8 @@ _CODE_BITS = {"w8a16": 8, "w4a16": 4}
 def head_method(recipe: Recipe, source: Source) -> QuantMethod:
     """The method of an output head that is quantized. 4 bits are calibrated if the run has samples or statistics."""
     name, options = presets.resolve_scheme(recipe.head)
+    if recipe.head == "w8a16":
+        options = {"group_size": recipe.group_size}
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": True}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
@@ -39,7 +41,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
 def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
     """The number formats of the token embedding; None: it is not quantized."""
     bits = _CODE_BITS.get(recipe.embeddings)
-    return None if bits is None else weight_only(bits, -1 if bits == 8 else _group_size(source))
+    return None if bits is None else weight_only(bits, recipe.group_size if bits == 8 else _group_size(source))
 
 
 def _group_size(source: Source) -> int:
