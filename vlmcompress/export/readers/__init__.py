@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-_EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino"}
+_EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino", "mlx": "mlx"}
 """Name of an engine in `eval` -> its name in the table."""
 
 
