@@ -146,8 +146,8 @@ CONTRACTS = {
     "sketch PREPARED_BY",
     "reduction/methods": "STAGE NEEDS OPTIONAL COUNT SERVED WHY_NOT BATCHED NO_BETTER_THAN Options budget reduce merge",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
-    "export/formats": "problems SCALES OTHER_NAMES VOCABULARY GROUP_SIZE ENGINE write_files source_problems "
-    "reducer_problem token_ids TITLE",
+    "export/formats": "problems SCALES OTHER_NAMES VOCABULARY GROUP_SIZE ENGINE model_config source_problems "
+    "reducer_problem write_files token_ids TITLE",
     "export/launch": "ENGINE GPUS TITLE CHECKED files command further",
     "cli": "GROUP PLACE PASSES_ON options run",
 }

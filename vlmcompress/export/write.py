@@ -120,7 +120,8 @@ def write(
     with folders.new_folder(out) as tree:
         configs = checkpoint.exporter.configs(checkpoint.layers)
         block = configs.pop("config.json", None)
-        write_json(tree / "config.json", checkpoint.config | ({"quantization_config": block} if block else {}))
+        config = checkpoint.config | ({"quantization_config": block} if block else {})
+        write_json(tree / "config.json", getattr(checkpoint.exporter, "model_config", dict)(config))
         for name, content in {**configs, **checkpoint.extra_files}.items():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):

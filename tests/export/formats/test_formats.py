@@ -98,7 +98,12 @@ def test_what_is_read_is_what_was_stored(name, key):
 
 def test_a_format_is_written_read_or_both():
     assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
-    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == ["bf16", "gguf", "openvino"]
+    assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == [
+        "bf16",
+        "gguf",
+        "mlx",
+        "openvino",
+    ]
 
 
 def test_formats_hold_what_they_should():
@@ -201,6 +206,7 @@ def test_one_scheme_or_several():
         "gguf": 1,
         "gptq": 1,
         "gptq-v2": 1,
+        "mlx": 1,
         "modelopt": 2,
         "openvino": 1,
     }

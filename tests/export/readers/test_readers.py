@@ -80,6 +80,7 @@ LOADS = {
     "tensorrt-llm": {"bf16", "fp8", "nvfp4", "nvfp4-fp8", "modelopt", "modelopt-fp8"},
     "llamacpp": {"gguf"},
     "openvino": {"openvino"},
+    "mlx": {"bf16", "w4-g64", "w4-g128", "fp8", "fp8-static", "nvfp4", "nvfp4-fp8"},
 }
 
 

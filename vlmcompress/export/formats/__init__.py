@@ -9,10 +9,11 @@ implement both. Optional:
     VOCABULARY                      True: output head and token embedding may be quantized
     GROUP_SIZE                      a literal: default group size of schemes that have one
     ENGINE                          a literal: the only engine (`engines.NAMES`) that reads its files
+    model_config(config) -> dict                config.json with the names that its engine reads, from the one with its block
+    source_problems(folder, family, config) -> [str]         reasons why it cannot hold a model
+    reducer_problem(family, reducer) -> str | None           with it: why its engine does not support a recipe's reducer
     write_files(tree, family, parts, progress) -> bytes      writes files other than safetensors with the source's names;
                                     `tree` already has the source's other files, `parts` is a `Parts`
-    source_problems(folder, family, config) -> [str]         with it: reasons why it cannot hold a model
-    reducer_problem(family, reducer) -> str | None           with it: why its engine does not support a recipe's reducer
     token_ids(folder, config, texts) -> [[int]] | None       with it, for engines with their own tokenizer: its tokens of
                                     texts, from the files in the folder or as they would be written; None: not installed
     TITLE                           with it: a literal, the engine's display name
@@ -150,14 +151,14 @@ class Parts:
 def files_problems(
     exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None
 ) -> list[str]:
-    """Reasons why a format that writes its own files cannot hold a model; empty for other formats.
+    """Reasons why a format of one engine cannot hold a model; empty for other formats.
 
     Args:
         folder: the source's folder.
         config: transformers' configuration with all defaults.
         reducer: the checkpoint's reducer as in recipes, or None.
     """
-    if not hasattr(exporter, "write_files"):
+    if not hasattr(exporter, "source_problems"):
         return []
     reasons = list(exporter.source_problems(folder, family, config))
     if reducer and not reasons and (reason := exporter.reducer_problem(family, reducer)):

@@ -234,6 +234,21 @@ _TENSORRT = {
 _QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 _QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 _QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+_READ_MLX = "read: mlx_vlm/utils.py"
+_MLX = {
+    "bf16": Cell(f"{_16_BITS}, with config.json as published", _READ_MLX),
+    "mlx": Cell("all that is written", _READ_MLX),
+    "compressed-tensors": Cell(
+        "4 bits in groups of 32, 64 or 128 without zero points, FP8 and NVFP4; write mlx for others",
+        _READ_MLX,
+        (
+            Numbers("int", (4,), ("group",), (32, 64, 128), (None,), symmetric=True),
+            Numbers("float", (8,), ("channel", "tensor", "block")),
+            Numbers("float", (4,), _NVFP4),
+        ),
+        vocabulary=False,
+    ),
+}
 
 ENGINES: Mapping[str, EngineFormats] = {
     "vllm": EngineFormats("vLLM", "0.32", _VLLM, reducers="served"),
@@ -301,6 +316,23 @@ ENGINES: Mapping[str, EngineFormats] = {
         {"openvino": Cell("all that is written", "run: tests/engines/test_openvino.py")},
         other="it reads graphs of its own, not {}",
         reducers="own",
+    ),
+    "mlx": EngineFormats(
+        "mlx-vlm",
+        "0.7.10",
+        _MLX,
+        other="it does not load the format {}; write mlx",
+        architectures=frozenset(
+            {
+                *(*_QWEN_VL, *_QWEN3_VL, *_QWEN3_5, "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+                *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
+                *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+                *("InternVLForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+                *("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"),
+                *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+            }
+        ),
+        absent="it has no class for {}",
     ),
 }
 """The engines by name, in the order in which they are named to people."""
