@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
 
@@ -12,11 +14,24 @@ from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questio
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
-from vlmcompress.engines import hf, mlx, mlx_worker
+from vlmcompress.engines import EngineSettings, hf, mlx, mlx_worker
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
+from vlmcompress.engines.vllm.serve import free_port
+from vlmcompress.export.formats import _mlx_config
 from vlmcompress.utils.errors import UserError
 
 FAST = "qwen2-5-vl"
+EXACT = 1e-4
+FAMILIES = {  # images, and how far log-probabilities are off
+    "llava": ([(56, 56)], EXACT),
+    "lfm2-vl": ([(64, 64)], EXACT),
+    "qwen2-vl": ([(112, 84), (56, 56)], EXACT),
+    "qwen3-5-moe": ([(112, 84)], EXACT),
+    "idefics3": ([(112, 112), (112, 56)], 0.01),  # from here on images are scaled, by Pillow, and GELU is approximated
+    "llava-onevision": ([(112, 84)], 0.01),
+    "qwen3-5": ([(256, 256)], 0.01),
+    "qwen3-vl": ([(256, 256), (128, 96)], 0.01),
+}
 
 
 @pytest.fixture
@@ -62,3 +77,81 @@ def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
         mlx_worker.start(job(folder, tmp_path))
     assert main(["serve", str(folder), "--engine", "mlx"]) == 2
     assert "has a reducer of visual tokens, which MLX would ignore" in capsys.readouterr().err
+
+
+def check_equal(replies: dict, expected: dict, most: float = EXACT) -> None:
+    for name, answer in expected.items():
+        reply = replies[name]
+        assert (reply.refused, reply.prompt_tokens, reply.finish) == (None, answer["prompt_tokens"], answer["finish"])
+        pairs = zip(reply.first.values(), engines.first_tokens(answer["first"]).values(), strict=True)
+        assert max(abs(mine - theirs) for mine, theirs in pairs) < most
+    equal = [replies[name].text == expected[name]["text"] for name in expected]
+    assert sum(equal) >= len(equal) - 1  # one near tie may fall otherwise
+
+
+def test_quantized_folders_answer_as_the_same_codes_in_transformers(tmp_path):
+    """With zero points, which mlx-vlm reads in its own format only. So it is after a limit of tokens, too."""
+    source = floats(FAST, tmp_path / "source")
+    folders = [tmp_path / "mlx", tmp_path / "dense"]
+    for folder, flags in zip(folders, (["--format", "mlx"], []), strict=True):
+        options = ["--group-size", "32", "--set", "options.symmetric=false"]
+        assert main(["quantize", str(source), "--scheme", "rtn", *options, *flags, "-o", str(folder)]) == 0
+    requests = questions(tmp_path, [(112, 84), (168, 140)])
+    run = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS)
+    assert run.engine["name"] == "mlx" and run.engine["restarts"] == 0
+    check_equal(run.answers, answers(hf, folders[1], tmp_path, requests))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(family, tmp_path):
+    source, (sizes, most) = floats(family, tmp_path / "source"), FAMILIES[family]
+    requests = questions(tmp_path, sizes)
+    expected = answers(hf, source, tmp_path, requests)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(_mlx_config.published(config)))
+    check_equal(mlx.ENGINE.answer(source, requests, media=tmp_path, settings=SETTINGS).answers, expected, most)
+
+
+@pytest.mark.slow
+def test_images_stay_as_small_as_the_recipe_made_them(tmp_path):
+    source = floats(FAST, tmp_path / "source")
+    folders = [tmp_path / "mlx", tmp_path / "dense"]
+    for folder, flags in zip(folders, (["--format", "mlx"], []), strict=True):
+        reduce = ["--scheme", "none", "--reduce", "resize:tokens=6"]
+        assert main(["quantize", str(source), *reduce, *flags, "-o", str(folder)]) == 0
+    requests = questions(tmp_path, [(168, 140)])
+    replies = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS).answers
+    check_equal(replies, answers(hf, folders[1], tmp_path, requests), most=0.1)  # images are scaled by other code
+
+
+def test_zero_points_are_refused_before_anything_starts(tmp_path, capsys):
+    source = build(FAST, tmp_path / "source")
+    out = str(tmp_path / "out")
+    assert main(["quantize", str(source), "--scheme", "rtn", "--set", "options.symmetric=false", "-o", out]) == 0
+    for command in (["eval", out, "--baseline", str(source)], ["serve", out], ["doctor", out]):
+        assert main([*command, "--engine", "mlx"]) == 2
+        assert "mlx-vlm does not load" in (line := capsys.readouterr().err) and "write mlx" in line
+
+
+@pytest.mark.slow
+def test_the_server_answers_as_the_engine(tmp_path):
+    source = floats(FAST, tmp_path / "source")
+    folder = tmp_path / "out"
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "mlx", "-o", str(folder)]) == 0
+    requests, port = questions(tmp_path, [(112, 84)], count=1)[:1], free_port()
+    command = [sys.executable, "-m", "vlmcompress", "serve", str(folder), "--port", str(port)]
+    with subprocess.Popen(command) as server:
+        try:
+            for _ in range(120):
+                time.sleep(1)
+                with contextlib.suppress(UserError):
+                    settings = EngineSettings(max_tokens=8)
+                    served = engines.get_engine(f"openai:http://127.0.0.1:{port}")
+                    run = served.answer("out", requests, media=tmp_path, settings=settings)
+                    break
+        finally:
+            server.terminate()
+    own = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=settings)
+    assert run.answers["0"].text == own.answers["0"].text
+    assert run.answers["0"].prompt_tokens == own.answers["0"].prompt_tokens
