@@ -152,6 +152,6 @@ def test_the_server_answers_as_the_engine(tmp_path):
                     break
         finally:
             server.terminate()
-    own = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=settings)
-    assert run.answers["0"].text == own.answers["0"].text
-    assert run.answers["0"].prompt_tokens == own.answers["0"].prompt_tokens
+    direct = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=settings)
+    assert run.answers["0"].text == direct.answers["0"].text
+    assert run.answers["0"].prompt_tokens == direct.answers["0"].prompt_tokens

@@ -234,13 +234,13 @@ _TENSORRT = {
 _QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 _QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 _QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
-_READ_MLX = "read: mlx_vlm/utils.py"
+_RUN_MLX = "run: tests/engines/test_mlx.py"
 _MLX = {
-    "bf16": Cell(f"{_16_BITS}, with config.json as published", _READ_MLX),
-    "mlx": Cell("all that is written", _READ_MLX),
+    "bf16": Cell(f"{_16_BITS}, with config.json as published", _RUN_MLX),
+    "mlx": Cell("all that is written", _RUN_MLX),
     "compressed-tensors": Cell(
         "4 bits in groups of 32, 64 or 128 without zero points, FP8 and NVFP4; write mlx for others",
-        _READ_MLX,
+        "read: mlx_vlm/utils.py",
         (
             Numbers("int", (4,), ("group",), (32, 64, 128), (None,), symmetric=True),
             Numbers("float", (8,), ("channel", "tensor", "block")),
