@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
-from vlmcompress.engines import EngineSettings, hf, mlx, mlx_worker
+from vlmcompress.engines import EngineSettings, hf, mlx, mlx_reducers, mlx_worker
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.engines.vllm.serve import free_port
 from vlmcompress.export.formats import _mlx_config
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse_reducer
+from vlmcompress.reduction.methods import REGISTRY, Signals
 from vlmcompress.utils.errors import UserError
 
 FAST = "qwen2-5-vl"
@@ -66,17 +73,56 @@ def test_the_server_gets_what_it_has(tmp_path, capsys):
 
 
 def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
-    """mlx-vlm would ignore it."""
-    folder = build(FAST, tmp_path / "folder")
-    with pytest.raises(
-        ValueError, match=r"MLX runs no reducer of visual tokens, such as divprune:0\.5; use --engine hf"
-    ):
-        mlx_worker.start(job(folder, tmp_path, "divprune:0.5"))
-    edit(folder, "config.json", vlmcompress={"reduce": {"method": "divprune"}})
-    with pytest.raises(ValueError, match=r"such as \{'method': 'divprune'\}"):
+    folder = build("llava", tmp_path / "folder")
+    write_reducer(folder, "divprune:0.5")
+    with pytest.raises(ValueError, match=r"^in MLX fewer tokens are for .* by .*, not for llava by divprune$"):
         mlx_worker.start(job(folder, tmp_path))
     assert main(["serve", str(folder), "--engine", "mlx"]) == 2
-    assert "has a reducer of visual tokens, which MLX would ignore" in capsys.readouterr().err
+    assert "not for llava by divprune" in capsys.readouterr().err
+    folder = build(FAST, tmp_path / "other")
+    write_reducer(folder, "divprune:0.5,merge=nearest")
+    with pytest.raises(ValueError, match="^in MLX the reducer divprune has no option merge$"):
+        mlx_worker.start(job(folder, tmp_path))
+
+
+def write_reducer(folder: Path, reducer: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config = reducer_block.config_with_reducer(config, parse_reducer(reducer))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("method", mlx_reducers.METHODS)
+def test_methods_choose_as_ours(method):
+    """Oracle: the methods in torch."""
+    noise = torch.Generator().manual_seed(0)
+    for grid, keep in (((1, 1, 1), 0.5), ((1, 5, 7), 0.3), ((1, 12, 9), 0.5), ((2, 6, 4), 0.25), ((1, 4, 4), 1.0)):
+        rows = torch.randn(math.prod(grid), 24, generator=noise)
+        rows[-1] = rows[0]  # a duplicate
+        options = parse_reducer(f"{method}:{keep}").plain()
+        expected = reduce(method, Signals(grid, features=rows), options)
+        count = math.floor(keep * len(rows) + 0.5) or len(rows)
+        assert sorted(mlx_reducers.METHODS[method](rows.numpy(), grid, count, options)) == expected
+
+
+def reduce(method: str, signals: Signals, options: dict) -> list[int]:
+    module = REGISTRY.get(method)
+    values = {name: value for name, value in options.items() if name != "method"}
+    return module.reduce(signals, module.Options(**values)).anchor.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2-vl", FAST, "qwen3-vl", "qwen3-5-moe"])
+def test_fewer_tokens_answer_as_in_transformers(family, tmp_path):
+    source = floats(family, tmp_path / "source")
+    requests = questions(tmp_path, [(128, 96)] if family == "qwen3-vl" else [(112, 84), (168, 140)])
+    for reducer in ("divprune:0.5", "coverage:0.25"):
+        expected = answers(hf, source, tmp_path, requests, reducer)
+        folder = shutil.copytree(source, tmp_path / reducer)
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(_mlx_config.published(config)))
+        write_reducer(folder, reducer)
+        run = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=SETTINGS)
+        check_equal(run.answers, expected, 0.01 if family == "qwen3-5-moe" else EXACT)
 
 
 def check_equal(replies: dict, expected: dict, most: float = EXACT) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vlmcompress.engines import mlx_reducers
 from vlmcompress.engines.local import OFFLINE, Local
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, available, interpreter
 from vlmcompress.engines.vllm.serve import check_port, example
@@ -55,8 +56,8 @@ def serve(folder: str | Path, host: str, port: int, refused: Sequence[str], extr
         config = json_files.read(folder / "config.json")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no checkpoint, its config.json can't be read ({error})") from error
-    if "vlmcompress" in config:
-        raise UserError(f"{folder} has a reducer of visual tokens, which MLX would ignore; serve it in vLLM")
+    if reason := mlx_reducers.refusal(config):
+        raise UserError(f"{folder}: {reason}")
     readers.refuse_unreadable(folder, ["mlx"], "write it by vlmcompress export --format mlx")
     if not available("mlx_vlm"):
         raise UserError(f"{interpreter()} has no mlx-vlm; {ADVICE}")
@@ -64,4 +65,6 @@ def serve(folder: str | Path, host: str, port: int, refused: Sequence[str], extr
     flags = ["--model", folder.name, "--host", host, "--port", str(port), *extra]
     print(f"mlx-vlm's server\n\n{example(folder, host, port)}\n", file=sys.stderr, flush=True)
     os.chdir(folder.parent)
-    os.execve(interpreter(), [interpreter(), "-P", "-m", "mlx_vlm.server", *flags], {**OFFLINE, **os.environ})
+    server = str(Path(__file__).with_name("mlx_server.py"))
+    program = [server] if "vlmcompress" in config else ["-P", "-m", "mlx_vlm.server"]
+    os.execve(interpreter(), [interpreter(), *program, *flags], {**OFFLINE, **os.environ})

@@ -8,6 +8,7 @@ pads even a single prompt, with an option that the image processor of LLaVA refu
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -43,7 +44,7 @@ class Engine:
     """A model with its processor. `longest` is the context length.
 
     Raises:
-        ValueError: mlx-vlm can't load the folder, or would ignore its reducer.
+        ValueError: mlx-vlm can't load the folder, or its reducer is not for MLX.
     """
 
     def __init__(self, job: dict):
@@ -52,13 +53,15 @@ class Engine:
 
         folder, settings = Path(job["model"]), job["settings"]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if reduce := job.get("reduce") or (config.get("vlmcompress") or {}).get("reduce"):
-            raise ValueError(f"MLX runs no reducer of visual tokens, such as {reduce}; use --engine hf")
+        reducers = runpy.run_path(str(Path(__file__).with_name("mlx_reducers.py")))
+        if reason := reducers["refusal"](config):
+            raise ValueError(reason)
         try:
             self.model, self.processor = mlx_vlm.load(str(folder))
         except Exception as error:
             remedy = "" if "quantization" in config else "; write it by vlmcompress export --format mlx"
             raise ValueError(f"{' '.join(str(error).split())[:300]}{remedy}") from error
+        reducers["attach"](self.model, config)
         if settings["dtype"] != "auto":
             self.model.set_dtype(getattr(mx, settings["dtype"]))
         self.media = Path(job["media"])
@@ -83,7 +86,8 @@ class Engine:
         if length >= self.longest:
             raise ValueError(f"the prompt has {length} tokens and the maximum context length is {self.longest}")
         pixels, most = inputs.pop("pixel_values", None), min(most, self.longest - length)
-        answer, first, ended = [], None, False
+        answer: list[int] = []
+        first, ended = None, False
         with wired_limit(self.model, [generation_stream]):
             steps = generate_step(tokens, self.model, pixels, mask, max_tokens=most, temperature=0.0, **inputs)
             for token, logprobs in steps:
@@ -98,7 +102,7 @@ class Engine:
         return {
             "text": tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             "finish": "stop" if ended else "length",
-            "prompt_tokens": length,
+            "prompt_tokens": length - getattr(self.model, "dropped", 0),
             "output_tokens": len(answer),
             "first": first,
         }
@@ -107,10 +111,11 @@ class Engine:
         """The text of a conversation, and its images. The beginning-of-text token is left out if the tokenizer adds it."""
         from PIL import Image
 
-        images, conversation = [], []
+        images: list = []
+        conversation = []
         for message in messages:
             content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+            parts: list = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
             for at, part in enumerate(parts):
                 if part["type"] == "image_url":
                     address = part["image_url"]["url"]
