@@ -21,7 +21,9 @@ from vlmcompress.cli import main
 from vlmcompress.engines import EngineSettings, hf, mlx, mlx_reducers, mlx_worker
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.engines.vllm.serve import free_port
+from vlmcompress.export import readers
 from vlmcompress.export.formats import _mlx_config
+from vlmcompress.export.formats import mlx as exporter
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, Signals
@@ -94,6 +96,8 @@ def write_reducer(folder: Path, reducer: str) -> None:
 @pytest.mark.parametrize("method", mlx_reducers.METHODS)
 def test_methods_choose_as_ours(method):
     """Oracle: the methods in torch."""
+    assert sorted(mlx_reducers.METHODS) == [*readers.ENGINES["mlx"].reducers]
+    assert [name.replace("-", "_") for name in exporter.REDUCED] == [*mlx_reducers.MODEL_TYPES]
     noise = torch.Generator().manual_seed(0)
     for grid, keep in (((1, 1, 1), 0.5), ((1, 5, 7), 0.3), ((1, 12, 9), 0.5), ((2, 6, 4), 0.25), ((1, 4, 4), 1.0)):
         rows = torch.randn(math.prod(grid), 24, generator=noise)
@@ -136,11 +140,11 @@ def check_equal(replies: dict, expected: dict, most: float = EXACT) -> None:
 
 
 def test_quantized_folders_answer_as_the_same_codes_in_transformers(tmp_path):
-    """With zero points, which mlx-vlm reads in its own format only. So it is after a limit of tokens, too."""
+    """With zero points, which mlx-vlm reads in its own format only, and half of the visual tokens."""
     source = floats(FAST, tmp_path / "source")
     folders = [tmp_path / "mlx", tmp_path / "dense"]
     for folder, flags in zip(folders, (["--format", "mlx"], []), strict=True):
-        options = ["--group-size", "32", "--set", "options.symmetric=false"]
+        options = ["--group-size", "32", "--set", "options.symmetric=false", "--reduce", "divprune:0.5"]
         assert main(["quantize", str(source), "--scheme", "rtn", *options, *flags, "-o", str(folder)]) == 0
     requests = questions(tmp_path, [(112, 84), (168, 140)])
     run = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS)

@@ -96,7 +96,8 @@ class EngineFormats:
         formats: format -> the part that is read, or why nothing is.
         other: message for a format that is not among them, with `{}` for its name.
         architectures: supported ones; None: all of ours. `absent`: message for another one, with `{}` for its name.
-        reducers: `served` by our plugin, `attached` by our code, `none`, or its `own`.
+        reducers: `served` by our plugin, `attached` by our code, `none`, its `own`, or the methods that our code
+            attaches there.
     """
 
     title: str
@@ -105,7 +106,7 @@ class EngineFormats:
     other: str = "it is not known to read the format {}"
     architectures: frozenset[str] | None = None
     absent: str = "it has no class of its own for {}"
-    reducers: str = "none"
+    reducers: str | tuple[str, ...] = "none"
 
 
 _EVERY = "every scheme"
@@ -333,6 +334,7 @@ ENGINES: Mapping[str, EngineFormats] = {
             }
         ),
         absent="it has no class for {}",
+        reducers=("coverage", "divprune", "uniform"),
     ),
 }
 """The engines by name, in the order in which they are named to people."""
