@@ -22,7 +22,7 @@ def test_get() -> None:
     ("spec", "message"),
     [
         ("vlm", "unknown engine 'vlm'; did you mean 'vllm'?"),
-        ("sglang", "unknown engine 'sglang'; choose from hf, llamacpp, openai:URL, openvino, vllm"),
+        ("sglang", "unknown engine 'sglang'; choose from hf, llamacpp, mlx, openai:URL, openvino, vllm"),
         ("openai", "'' is not the address of a server; write openai:http://localhost:8000"),
         ("openai:localhost:8000", "'localhost:8000' is not the address of a server; "),
     ],

@@ -16,7 +16,7 @@ from vlmcompress.utils.progress import ProgressBar
 
 GROUP = "measure"
 PLACE = 30
-ENGINES = ("vllm", "llamacpp")
+ENGINES = ("vllm", "llamacpp", "mlx")
 PROMPTS = 24
 
 
@@ -25,7 +25,7 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--source",
         metavar="MODEL",
-        help="the original, to compare with; for --engine llamacpp the checkpoint in safetensors with the same weights",
+        help="the original, to compare with; for GGUF and MLX files one with the same weights that transformers reads",
     )
     parser.add_argument("--draft", metavar="DRAFT", help="also check that a draft head is complete and fits OUT")
     parser.add_argument("--engine", choices=ENGINES, help="compare answers in the engine and in transformers")
@@ -70,26 +70,23 @@ def _conformance(args: argparse.Namespace) -> list[Any]:
     """Run the conformance checks in the engine."""
     if args.draft is not None:
         raise UserError(f"--draft is for examining files; leave out --engine {args.engine}")
-    source = None
-    if args.engine == "llamacpp":
-        if args.source is None:
-            raise UserError(
-                "--engine llamacpp compares with transformers; give the same weights by --source CHECKPOINT"
-            )
-        source = hub.local(args.source)
-    else:
-        from vlmcompress.export import readers
+    from vlmcompress.engines import conformance, mlx
+    from vlmcompress.export import readers
 
-        readers.refuse_unreadable(args.out, ["vllm"], "without --engine doctor examines its files")
-        if args.source is not None:
-            raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
-    from vlmcompress.engines import conformance
+    if args.engine != "llamacpp":
+        readers.refuse_unreadable(args.out, [args.engine], "without --engine doctor examines its files")
+    if args.engine == "vllm" and args.source is not None:
+        raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
+    if args.source is None and (args.engine == "llamacpp" or args.engine == "mlx" and mlx.is_mlx(args.out)):
+        raise UserError(
+            f"--engine {args.engine} compares with transformers; give the same weights by --source CHECKPOINT"
+        )
 
     with closing(ProgressBar()) as progress:
         return conformance.examine(
             args.out,
             args.engine,
-            source=source,
+            source=hub.local(args.source) if args.source else None,
             prompts=PROMPTS if args.prompts is None else args.prompts,
             data=Path(args.data) if args.data else None,
             seed=args.seed,

@@ -50,7 +50,10 @@ def options(parser: Parser) -> None:
         "auto, which depends on the baseline's first answers",
     )
     parser.add_argument(
-        "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino or openai:URL; default: vllm"
+        "--engine",
+        default="vllm",
+        metavar="NAME",
+        help="vllm, hf, llamacpp, openvino, mlx or openai:URL; default: vllm",
     )
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
     parser.add_argument(

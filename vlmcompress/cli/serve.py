@@ -1,4 +1,4 @@
-"""Run vLLM's OpenAI-compatible server, or llama.cpp's for GGUF; flags after -- go to vllm serve."""
+"""Run vLLM's OpenAI-compatible server, llama.cpp's or MLX's; flags after -- go to it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--videos-per-request", aliases=["--videos"], type=int, default=0, metavar="N", help="at most; default: none"
     )
+    parser.add_argument("--engine", choices=("vllm", "mlx"), help="default: the one that reads OUT, or else vllm")
     _flags.speculation(parser, "speculative decoding")
     parser.set_defaults(verbose=True)  # a server's log is useful
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Replace this process by the server."""
-    from vlmcompress.engines import llamacpp_server
+    from vlmcompress.engines import llamacpp_server, mlx
 
+    speculative = _flags.drafting(args, args.out)
+    refused = ["--videos-per-request"] * (args.videos_per_request != 0)
+    refused += ["--images-per-request"] * (args.images_per_request != 4)
+    refused += ["--draft or --speculative-config"] * bool(speculative)
+    if args.engine == "mlx" or args.engine is None and mlx.is_mlx(args.out):
+        refused += ["--max-model-len"] * (args.max_model_len is not None)
+        mlx.serve(args.out, args.host, args.port, refused, args.extra)
     if llamacpp_server.is_gguf(args.out):
-        refused = ["--videos-per-request"] * (args.videos_per_request != 0)
-        refused += ["--images-per-request"] * (args.images_per_request != 4)
-        refused += ["--draft or --speculative-config"] * bool(_flags.drafting(args, args.out))
         llamacpp_server.serve_gguf(args.out, args.host, args.port, args.max_model_len, [*refused, *args.extra])
     from vlmcompress.engines.vllm.serve import serve
 
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
         images=args.images_per_request,
         videos=args.videos_per_request,
         max_model_len=args.max_model_len,
-        speculative=_flags.drafting(args, args.out),
+        speculative=speculative,
         extra=args.extra,
     )
     return OK, {"ok": True}, ""

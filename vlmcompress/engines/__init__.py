@@ -18,7 +18,7 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.schema import Count, LogProbability
 
-NAMES = ("vllm", "hf", "llamacpp", "openvino", "openai:URL")
+NAMES = ("vllm", "hf", "llamacpp", "openvino", "mlx", "openai:URL")
 MEDIA = ("image_url", "video_url")
 """Types of content parts with a file, whose address is `part[type]["url"]`."""
 

@@ -1,9 +1,9 @@
-"""Check that an engine answers like transformers: `vlmcompress doctor OUT --engine vllm` (or `llamacpp --source MODEL`).
+"""Check that an engine answers like transformers: `vlmcompress doctor OUT --engine vllm` (or `llamacpp --source MODEL`, `mlx`).
 
 Engine and transformers (`engines.hf`, one conversation at a time, with OUT's reducer) answer the same questions greedily:
 about one image, two images, an image after text, text only, and for vLLM a second turn and an image far from the beginning.
 vLLM gets each question twice in one run with prefix caching, several per batch. Unquantized weights are compared in float32.
-GGUF is compared with the checkpoint that it was exported from, which transformers reads.
+GGUF and MLX files are compared with the checkpoint that they were exported from, which transformers reads.
 
 | check | what it finds |
 |---|---|
@@ -67,8 +67,9 @@ class Limits:
     texts: float = 0.0
 
 
-EXACT = {"vllm": Limits(0.001, 0.01, texts=0.75), "llamacpp": Limits(0.02, 0.3)}
-"""In float32. llama.cpp rounds inputs of quantized matrices to 8 bits, and towers to 16-bit floats."""
+EXACT = {"vllm": Limits(0.001, 0.01, texts=0.75), "llamacpp": Limits(0.02, 0.3), "mlx": Limits(0.02, 0.3)}
+"""In float32. llama.cpp rounds inputs of quantized matrices to 8 bits, and towers to 16-bit floats; mlx-vlm scales images by
+Pillow, where transformers has torchvision."""
 ROUNDED = {False: Limits(0.15, 1.5), True: Limits(0.15, 1.5, share=0.75)}
 """In 16 bits or with quantized weights, by whether tokens are reduced."""
 
@@ -86,8 +87,8 @@ def examine(
     """Compare the answers of a checkpoint in an engine with those of the same weights in transformers.
 
     Args:
-        engine: "vllm" or "llamacpp".
-        source: the checkpoint with the same weights in safetensors, for llama.cpp.
+        engine: "vllm", "llamacpp" or "mlx".
+        source: the checkpoint with the same weights that transformers reads, for GGUF and MLX files; None: `folder`.
         prompts: number of questions, of four kinds in turn.
         data: data set with images and questions; None: images are generated.
 
@@ -103,9 +104,9 @@ def examine(
         findings: list[Finding] = []
         media = Path(place, "media")
         media.mkdir()
-        if engine == "llamacpp":
-            reference = Path(source or "")
-            if not llamacpp_server.is_gguf(folder):
+        if engine != "vllm":
+            reference = Path(source or folder)
+            if engine == "llamacpp" and not llamacpp_server.is_gguf(folder):
                 raise UserError(f"{folder} has no model.gguf; write it by export --format gguf")
             if llamacpp_server.is_gguf(reference):
                 raise UserError(
@@ -114,7 +115,7 @@ def examine(
             blocks = [
                 json_files.read(path / "config.json").get("quantization_config") or {} for path in (reference, folder)
             ]
-            if bool(blocks[0]) != ("bits" in blocks[1]):
+            if source and bool(blocks[0]) != ("bits" in blocks[1]):
                 raise UserError(
                     f"one of {folder} and --source {reference} is quantized; give a checkpoint with the same weights"
                 )

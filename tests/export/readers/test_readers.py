@@ -101,10 +101,11 @@ def test_gptqmodel_is_named_for_families_with_its_names_only() -> None:
 
 
 def test_reducers() -> None:
-    """vLLM with the plugin, transformers with ours, nobody else; `engine: transformers` leaves vLLM out."""
+    """vLLM with the plugin, transformers and, for a few methods, MLX with ours; `engine: transformers` leaves vLLM out."""
     for kind in REDUCERS:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
-        assert loads == {"transformers"} | (set() if kind == "unserved" else {"vllm"})
+        others = {"blind": {"vllm", "mlx"}, "asking": {"vllm"}, "unserved": set()}
+        assert loads == {"transformers"} | others[kind]
     assert "vlmcompress" in readers.load_verdict("vllm", facts("bf16", reducer="blind")).needs
 
 

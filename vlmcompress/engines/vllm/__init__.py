@@ -41,7 +41,7 @@ def interpreter() -> str:
     python = os.environ.get(PYTHON_VARIABLE) or sys.executable
     path = shutil.which(python)
     if path is None:
-        raise UserError(f"{PYTHON_VARIABLE}={python} is not an executable; point it to the Python that has vLLM")
+        raise UserError(f"{PYTHON_VARIABLE}={python} is not an executable; point it to the Python that has the engine")
     return path
 
 
@@ -123,9 +123,9 @@ def slow(model: Path) -> str | None:
     )
 
 
-def available() -> bool:
-    """Whether the engine's Python has vLLM; it is not imported."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+def available(package: str = "vllm") -> bool:
+    """Whether the engine's Python has a package; it is not imported."""
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     return subprocess.run([interpreter(), "-c", probe], stderr=subprocess.DEVNULL).returncode == 0
 
 

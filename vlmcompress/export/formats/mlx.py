@@ -42,6 +42,7 @@ KV_SCALES = None
 VOCABULARY = True
 GROUP_SIZE = 64  # as mlx-vlm's own conversion
 _FLOATS = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
+REDUCED = ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3-5", "qwen3-5-moe")
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
 
@@ -154,10 +155,13 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     return []
 
 
-def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str:
-    """The message that mlx-vlm runs no reducer."""
+def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
+    """The message that a reducer does not run in MLX (`engines/mlx_reducers.py`); None if it does."""
+    methods = ENGINES["mlx"].reducers
+    if family in REDUCED and reducer["method"] in methods and not {"merge", "similar"} & reducer.keys():
+        return None
     return (
-        f"mlx-vlm does not support methods that select or merge visual tokens, such as {reducer['method']}; "
+        f"MLX runs {', '.join(methods)} alone, without merging, for {', '.join(REDUCED)}; "
         "make images smaller with --reduce resize:SHARE, or write compressed-tensors"
     )
 

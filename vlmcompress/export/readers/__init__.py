@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-_EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino"}
+_EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino", "mlx": "mlx"}
 """Name of an engine in `eval` -> its name in the table."""
 
 
@@ -142,7 +142,9 @@ def served_name(folder: str | Path) -> str:
 def _lacking(row: EngineFormats, facts: LoadFacts) -> str | None:
     """Why an engine does not load a checkpoint in any number format: its reducer or architecture; None: it may load it."""
     if facts.reducer:
-        if row.reducers == "none":
+        if row.reducers == "none" or (
+            isinstance(row.reducers, tuple) and facts.reducer.label.partition(":")[0] not in row.reducers
+        ):
             return f"it does not know the reducer {facts.reducer.label}"
         if row.reducers == "served" and not facts.reducer.served:
             return f"the reducer {facts.reducer.label} runs in transformers only"

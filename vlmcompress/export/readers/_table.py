@@ -96,7 +96,8 @@ class EngineFormats:
         formats: format -> the part that is read, or why nothing is.
         other: message for a format that is not among them, with `{}` for its name.
         architectures: supported ones; None: all of ours. `absent`: message for another one, with `{}` for its name.
-        reducers: `served` by our plugin, `attached` by our code, `none`, or its `own`.
+        reducers: `served` by our plugin, `attached` by our code, `none`, its `own`, or the methods that our code
+            attaches there.
     """
 
     title: str
@@ -105,7 +106,7 @@ class EngineFormats:
     other: str = "it is not known to read the format {}"
     architectures: frozenset[str] | None = None
     absent: str = "it has no class of its own for {}"
-    reducers: str = "none"
+    reducers: str | tuple[str, ...] = "none"
 
 
 _EVERY = "every scheme"
@@ -234,13 +235,13 @@ _TENSORRT = {
 _QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 _QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 _QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
-_READ_MLX = "read: mlx_vlm/utils.py"
+_RUN_MLX = "run: tests/engines/test_mlx.py"
 _MLX = {
-    "bf16": Cell(f"{_16_BITS}, with config.json as published", _READ_MLX),
-    "mlx": Cell("all that is written", _READ_MLX),
+    "bf16": Cell(f"{_16_BITS}, with config.json as published", _RUN_MLX),
+    "mlx": Cell("all that is written", _RUN_MLX),
     "compressed-tensors": Cell(
         "4 bits in groups of 32, 64 or 128 without zero points, FP8 and NVFP4; write mlx for others",
-        _READ_MLX,
+        "read: mlx_vlm/utils.py",
         (
             Numbers("int", (4,), ("group",), (32, 64, 128), (None,), symmetric=True),
             Numbers("float", (8,), ("channel", "tensor", "block")),
@@ -333,6 +334,7 @@ ENGINES: Mapping[str, EngineFormats] = {
             }
         ),
         absent="it has no class for {}",
+        reducers=("coverage", "divprune", "uniform"),
     ),
 }
 """The engines by name, in the order in which they are named to people."""

@@ -1,0 +1,207 @@
+"""mlx-vlm itself, on folders of tiny models, against transformers: prompts, first tokens, greedy answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.tiny import build
+from vlmcompress import engines
+from vlmcompress.cli import main
+from vlmcompress.engines import EngineSettings, hf, mlx, mlx_reducers, mlx_worker
+from vlmcompress.engines.vllm import PYTHON_VARIABLE
+from vlmcompress.engines.vllm.serve import free_port
+from vlmcompress.export import readers
+from vlmcompress.export.formats import _mlx_config
+from vlmcompress.export.formats import mlx as exporter
+from vlmcompress.reduction import block as reducer_block
+from vlmcompress.reduction.choice import parse_reducer
+from vlmcompress.reduction.methods import REGISTRY, Signals
+from vlmcompress.utils.errors import UserError
+
+FAST = "qwen2-5-vl"
+EXACT = 1e-4
+FAMILIES = {  # images, and how far log-probabilities are off
+    "llava": ([(56, 56)], EXACT),
+    "lfm2-vl": ([(64, 64)], EXACT),
+    "qwen2-vl": ([(112, 84), (56, 56)], EXACT),
+    "qwen3-5-moe": ([(112, 84)], EXACT),
+    "idefics3": ([(112, 112), (112, 56)], 0.01),  # from here on images are scaled, by Pillow, and GELU is approximated
+    "llava-onevision": ([(112, 84)], 0.01),
+    "qwen3-5": ([(256, 256)], 0.01),
+    "qwen3-vl": ([(256, 256), (128, 96)], 0.01),
+}
+
+
+@pytest.fixture
+def without_packages(tmp_path, monkeypatch) -> None:
+    """The engine's Python has the standard library alone."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+
+
+def test_where_mlx_is_missing_a_line_says_how_to_get_it(tmp_path, without_packages, capsys):
+    folder = build(FAST, tmp_path / "folder")
+    advice = r"pip install '\.\[mlx\]' in the checkout of vlmcompress, or point VLMCOMPRESS_ENGINE_PYTHON to a Python "
+    with pytest.raises(UserError, match=rf"^MLX can't be imported by .* \(.*'mlx_vlm'\); {advice}"):
+        mlx.ENGINE.answer(folder, questions(tmp_path, [(56, 56)])[:1], media=tmp_path)
+    with pytest.raises(UserError, match=f" has no mlx-vlm; {advice}"):
+        mlx.serve(folder, "127.0.0.1", 8000, [], [])
+
+
+def test_the_server_gets_what_it_has(tmp_path, capsys):
+    folder = build(FAST, tmp_path / "folder")
+    edit(folder, "config.json", quantization={"bits": 4, "group_size": 64})  # as MLX's own folders have it
+    for flags, message in (
+        (["--images", "2"], "mlx-vlm's server has no --images-per-request; leave it out"),
+        (["--max-model-len", "100"], "mlx-vlm's server has no --max-model-len; leave it out"),
+    ):
+        assert main(["serve", str(folder), *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["serve", str(tmp_path / "none"), "--engine", "mlx"]) == 2
+    assert "no checkpoint, its config.json can't be read" in capsys.readouterr().err
+
+
+def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
+    folder = build("llava", tmp_path / "folder")
+    write_reducer(folder, "divprune:0.5")
+    with pytest.raises(ValueError, match=r"^in MLX fewer tokens are for .* by .*, not for llava by divprune$"):
+        mlx_worker.start(job(folder, tmp_path))
+    assert main(["serve", str(folder), "--engine", "mlx"]) == 2
+    assert "not for llava by divprune" in capsys.readouterr().err
+    folder = build(FAST, tmp_path / "other")
+    write_reducer(folder, "divprune:0.5,merge=nearest")
+    with pytest.raises(ValueError, match="^in MLX the reducer divprune has no option merge$"):
+        mlx_worker.start(job(folder, tmp_path))
+
+
+def write_reducer(folder: Path, reducer: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config = reducer_block.config_with_reducer(config, parse_reducer(reducer))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("method", mlx_reducers.METHODS)
+def test_methods_choose_as_ours(method):
+    """Oracle: the methods in torch."""
+    assert sorted(mlx_reducers.METHODS) == [*readers.ENGINES["mlx"].reducers]
+    assert [name.replace("-", "_") for name in exporter.REDUCED] == [*mlx_reducers.MODEL_TYPES]
+    noise = torch.Generator().manual_seed(0)
+    for grid, keep in (((1, 1, 1), 0.5), ((1, 5, 7), 0.3), ((1, 12, 9), 0.5), ((2, 6, 4), 0.25), ((1, 4, 4), 1.0)):
+        rows = torch.randn(math.prod(grid), 24, generator=noise)
+        rows[-1] = rows[0]  # a duplicate
+        options = parse_reducer(f"{method}:{keep}").plain()
+        expected = reduce(method, Signals(grid, features=rows), options)
+        count = math.floor(keep * len(rows) + 0.5) or len(rows)
+        assert sorted(mlx_reducers.METHODS[method](rows.numpy(), grid, count, options)) == expected
+
+
+def reduce(method: str, signals: Signals, options: dict) -> list[int]:
+    module = REGISTRY.get(method)
+    values = {name: value for name, value in options.items() if name != "method"}
+    return module.reduce(signals, module.Options(**values)).anchor.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2-vl", FAST, "qwen3-vl", "qwen3-5-moe"])
+def test_fewer_tokens_answer_as_in_transformers(family, tmp_path):
+    source = floats(family, tmp_path / "source")
+    requests = questions(tmp_path, [(128, 96)] if family == "qwen3-vl" else [(112, 84), (168, 140)])
+    for reducer in ("divprune:0.5", "coverage:0.25"):
+        expected = answers(hf, source, tmp_path, requests, reducer)
+        folder = shutil.copytree(source, tmp_path / reducer)
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(_mlx_config.published(config)))
+        write_reducer(folder, reducer)
+        run = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=SETTINGS)
+        check_equal(run.answers, expected, 0.01 if family == "qwen3-5-moe" else EXACT)
+
+
+def check_equal(replies: dict, expected: dict, most: float = EXACT) -> None:
+    for name, answer in expected.items():
+        reply = replies[name]
+        assert (reply.refused, reply.prompt_tokens, reply.finish) == (None, answer["prompt_tokens"], answer["finish"])
+        pairs = zip(reply.first.values(), engines.first_tokens(answer["first"]).values(), strict=True)
+        assert max(abs(mine - theirs) for mine, theirs in pairs) < most
+    equal = [replies[name].text == expected[name]["text"] for name in expected]
+    assert sum(equal) >= len(equal) - 1  # one near tie may fall otherwise
+
+
+def test_quantized_folders_answer_as_the_same_codes_in_transformers(tmp_path):
+    """With zero points, which mlx-vlm reads in its own format only, and half of the visual tokens."""
+    source = floats(FAST, tmp_path / "source")
+    folders = [tmp_path / "mlx", tmp_path / "dense"]
+    for folder, flags in zip(folders, (["--format", "mlx"], []), strict=True):
+        options = ["--group-size", "32", "--set", "options.symmetric=false", "--reduce", "divprune:0.5"]
+        assert main(["quantize", str(source), "--scheme", "rtn", *options, *flags, "-o", str(folder)]) == 0
+    requests = questions(tmp_path, [(112, 84), (168, 140)])
+    run = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS)
+    assert run.engine["name"] == "mlx" and run.engine["restarts"] == 0
+    check_equal(run.answers, answers(hf, folders[1], tmp_path, requests))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(family, tmp_path):
+    source, (sizes, most) = floats(family, tmp_path / "source"), FAMILIES[family]
+    requests = questions(tmp_path, sizes)
+    expected = answers(hf, source, tmp_path, requests)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(_mlx_config.published(config)))
+    check_equal(mlx.ENGINE.answer(source, requests, media=tmp_path, settings=SETTINGS).answers, expected, most)
+
+
+@pytest.mark.slow
+def test_images_stay_as_small_as_the_recipe_made_them(tmp_path):
+    source = floats(FAST, tmp_path / "source")
+    folders = [tmp_path / "mlx", tmp_path / "dense"]
+    for folder, flags in zip(folders, (["--format", "mlx"], []), strict=True):
+        reduce = ["--scheme", "none", "--reduce", "resize:tokens=6"]
+        assert main(["quantize", str(source), *reduce, *flags, "-o", str(folder)]) == 0
+    requests = questions(tmp_path, [(168, 140)])
+    replies = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS).answers
+    check_equal(replies, answers(hf, folders[1], tmp_path, requests), most=0.1)  # images are scaled by other code
+
+
+def test_zero_points_are_refused_before_anything_starts(tmp_path, capsys):
+    source = build(FAST, tmp_path / "source")
+    out = str(tmp_path / "out")
+    assert main(["quantize", str(source), "--scheme", "rtn", "--set", "options.symmetric=false", "-o", out]) == 0
+    for command in (["eval", out, "--baseline", str(source)], ["serve", out], ["doctor", out]):
+        assert main([*command, "--engine", "mlx"]) == 2
+        assert "mlx-vlm does not load" in (line := capsys.readouterr().err) and "write mlx" in line
+
+
+@pytest.mark.slow
+def test_the_server_answers_as_the_engine(tmp_path):
+    source = floats(FAST, tmp_path / "source")
+    folder = tmp_path / "out"
+    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "mlx", "-o", str(folder)]) == 0
+    requests, port = questions(tmp_path, [(112, 84)], count=1)[:1], free_port()
+    command = [sys.executable, "-m", "vlmcompress", "serve", str(folder), "--port", str(port)]
+    with subprocess.Popen(command) as server:
+        try:
+            for _ in range(120):
+                time.sleep(1)
+                with contextlib.suppress(UserError):
+                    settings = EngineSettings(max_tokens=8)
+                    served = engines.get_engine(f"openai:http://127.0.0.1:{port}")
+                    run = served.answer("out", requests, media=tmp_path, settings=settings)
+                    break
+        finally:
+            server.terminate()
+    direct = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=settings)
+    assert run.answers["0"].text == direct.answers["0"].text
+    assert run.answers["0"].prompt_tokens == direct.answers["0"].prompt_tokens
