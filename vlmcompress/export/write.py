@@ -113,7 +113,7 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     folders.check_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
-    limit, warnings = parse_bytes(checkpoint.shard_size, "shard_size"), list[str]()
+    limit, warnings, hashes = parse_bytes(checkpoint.shard_size, "shard_size"), list[str](), dict[str, Any]()
     # The source's model card is kept under another name.
     places = {
         place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(checkpoint.files)
@@ -145,7 +145,7 @@ def write(
                 if tokens.problem:
                     raise UserError(tokens.problem)
                 warnings += [tokens.warning] if tokens.warning else []
-                after, hashes = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress), {}
+                after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
             else:
                 after, hashes = write_weights(
                     tree,

@@ -1,7 +1,7 @@
 """Quantize a model: check, derive, allocate bits, read, learn, capture and solve, write. `quantize` calls these in turn.
 
-Everything that can be refused is refused before a weight is read, and OUT is written when all of it is known. Finished blocks
-are kept next to OUT (`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
+Everything that can be refused is refused before a weight is read. Finished blocks and weight files are kept next to OUT
+(`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.export.write import Checkpoint, plan_tensors, write, written_config
+from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, full_float32, trim
 from vlmcompress.numerics.statistics import kv_range
@@ -360,7 +360,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         nearest = SCHEMES.get("rtn")
         method = QuantMethod(nearest, nearest.Options(bits=scheme.weights.bits, group_size=scheme.weights.group))
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
-    quantized = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
+    quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
     schemes = {name: plan.schemes[name] for name in quantized}
 
     # Smoothing changed what is stored in 16 bits, too: norms, layers that stay as they are, biases of quantized ones.
