@@ -207,6 +207,8 @@ def commands() -> Iterator[tuple[str, str]]:
             f"{DEMO} -o new --scheme fp8 --format awq": "4-bit integer weights",
             f"{DEMO} -o new --scheme=rtn --format=gptq --set options.symmetric=false": "symmetric weights only",
             f"{DEMO} -o new --scheme rtn --format awq --kv-cache fp8": "no scales of an FP8 KV cache",
+            f"{DEMO} -o new --scheme rtn --set mmproj=f16": "mmproj is the type of GGUF's tower.*; leave it out",
+            "llava -o new --scheme rtn --set mmproj=q4_0": "mmproj is \"q4_0\", it should be 'q8_0' or 'f16'",
             "llava -o new --scheme rtn --recipe /dev/zero": "cannot read recipe /dev/zero: it is a device",
             "llava -o new --scheme none --reduce learned:0.5": "'learned' has no scorer; train one with",
             "llava -o new --scheme none --reduce learned:0.5,scorer=no.safetensors": "cannot read scorer no.safetensors",
@@ -281,6 +283,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "ct --format awq -o ct": "is inside the source model",
             f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
             "nothing --format awq -o new": f"has no {MANIFEST}",
+            "ct --format awq --mmproj f16 -o new": "mmproj is the type of GGUF's tower",
             "ct --format awq -o new --shard-size many": "shard_size",
         },
     )

@@ -130,6 +130,23 @@ def test_fifty_answers_are_those_of_transformers(family, tmp_path):
     assert equal >= count - 3
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "internvl" else pytest.mark.slow) for name in sorted(SIZES)]
+)
+def test_a_tower_of_8_bits_runs(family, tmp_path):
+    """It and one of 16 bits load, and a random model answers mostly the same with both."""
+    source = as_published(family, floats(family, tmp_path / "source", **VARIANTS.get(family, {})))
+    requests, texts = questions(tmp_path, SIZES[family], 4), []
+    for kind in ("q8_0", "f16"):
+        flags = ["--scheme", "none", "--format", "gguf", "--set", f"mmproj={kind}", "-o", str(tmp_path / kind)]
+        assert main(["quantize", str(source), *flags]) == 0
+        replies = answers(llamacpp, tmp_path / kind, tmp_path, requests)
+        texts.append([replies[request.id]["text"] for request in requests])
+    tower = gguf.GGUFReader(tmp_path / "q8_0" / "mmproj.gguf").tensors
+    assert sum(tensor.tensor_type.name == "Q8_0" for tensor in tower) >= 10
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= len(requests) / 2
+
+
 @pytest.mark.parametrize("scheme", ["rtn", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "qwen3-5-moe" else pytest.mark.slow) for name in sorted(SIZES)]

@@ -81,7 +81,7 @@ def test_an_engine_that_breaks_tells_why(tmp_path: Path) -> None:
 
 def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
     broken("""echo '{"event": "ready", "engine": {}}'; kill -9 $$""")
-    with pytest.raises(UserError, match="vLLM died .signal SIGKILL. with some/model; it had been started again"):
+    with pytest.raises(UserError, match="vLLM died .killed by SIGKILL. with some/model; it had been started again"):
         ask(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_killed_engine_is_started_again_for_what_it_owes(tmp_path: Path, broken)
     assert [json.loads(line)["id"] for line in requests_file.read_text().splitlines()] == ["two"]
     assert run.engine == {"name": "x", "restarts": 1}
     assert [text for text in said if "SIGKILL" in text] == [
-        "answering: vLLM died (signal SIGKILL) with some/model; 1 still to answer"
+        "answering: vLLM died (killed by SIGKILL) with some/model; 1 still to answer"
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_dead_engine_is_noticed_while_its_child_lives(tmp_path: Path, broken) 
     pid = tmp_path / "pid"
     broken(f"""echo '{{"event": "ready", "engine": {{}}}}'; (trap '' TERM; sleep 60) & echo $! > {pid}; kill -9 $$""")
     began = time.monotonic()
-    with pytest.raises(UserError, match="vLLM died .signal SIGKILL."):
+    with pytest.raises(UserError, match="vLLM died .killed by SIGKILL."):
         ask(tmp_path, answer_timeout=40)
     assert time.monotonic() - began < 30
     assert wait_until_gone(int(pid.read_text()))

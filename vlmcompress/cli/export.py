@@ -48,6 +48,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
             source,
             out,
             args.format,
+            mmproj=args.mmproj,
             shard_size=args.shard_size,
             overwrite=args.overwrite,
             progress=lambda written, total: bar("writing", written, total),
@@ -69,6 +70,8 @@ def converting(parser: argparse.ArgumentParser, default: str | None = None) -> N
     """Add the flags of export and convert; `default`: the default format; None: `--format` is required."""
     about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
     parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
+    about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
+    parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)
     parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file; default: 5GB")
     parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")

@@ -298,7 +298,7 @@ def stop_process(process: subprocess.Popen, grace: float = 5.0) -> None:
 
 def exit_text(code: int) -> str:
     """Describe an exit status in words."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def keep_log(log: Path) -> None:

@@ -55,10 +55,12 @@ class Engine(Rendered):
         self.pruned = pruning(reduce.plain(), self.family_name) if reduce else {}
         positions, limit = config["text_config"].get("max_position_embeddings") or 8192, settings["max_model_len"]
         self.longest = min(positions, limit) if limit > 0 else positions
-        threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
+        # OpenVINO 2026.4.1 dies with SIGFPE when it compiles a bfloat16 matrix product for one thread (openvino #33300), and
+        # has one thread for a process that is bound to one core, however many are asked for: there float32 is the way out.
+        cores = len(os.sched_getaffinity(0))
+        threads = max(2, int(os.environ.get("OMP_NUM_THREADS") or cores))
         options = {"INFERENCE_NUM_THREADS": threads} | (EXACT if settings["dtype"] == "float32" else {})
-        # OpenVINO 2026.4 crashes with SIGFPE when it compiles a bfloat16 graph for one thread.
-        if threads == 1:
+        if cores == 1:
             options |= {"INFERENCE_PRECISION_HINT": "f32"}
         self.pipeline = openvino_genai.VLMPipeline(folder, "CPU", **options)
 

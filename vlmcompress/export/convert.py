@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vlmcompress import models
 from vlmcompress.export import manifest
@@ -31,6 +31,7 @@ def convert(
     out: Path,
     format: str,
     *,
+    mmproj: Literal["q8_0", "f16"] | None = None,
     shard_size: str = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -41,6 +42,7 @@ def convert(
         source: our checkpoint, or another tool's in a supported format.
         out: folder to write; it is complete or absent.
         format: name of a module in `vlmcompress.export.formats`.
+        mmproj: see `Recipe`.
         shard_size: largest weight file.
         overwrite: replace an existing `out` of ours once the new one is complete.
         progress: called with (bytes written, total bytes).
@@ -64,13 +66,13 @@ def convert(
     carried = reducer_block.read_reducer(stored.config)
     reducer = carried.reducer.plain() if carried else None
     model_config = stored.meta_model.config.to_dict()
-    for reason in files_problems(writer, source, stored.spec.family, model_config, reducer):
+    for reason in files_problems(writer, source, stored.spec.family, model_config, reducer, mmproj):
         raise UserError(reason)
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
     config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     config = stored.float_type.config(config)
-    before, record = _record(stored, format)
+    before, record = _record(stored, {"format": format, "mmproj": mmproj})
     record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
         record["warnings"].append(
@@ -147,20 +149,20 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
     return tensors
 
 
-def _record(stored: Stored, format: str) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the new checkpoint's manifest without sizes and hashes.
+def _record(stored: Stored, keys: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Bytes of the original's tensors, and the new checkpoint's manifest without sizes and hashes; `keys`: of its recipe.
 
     The original of another tool's checkpoint is unknown and assumed to be 16 bits wide.
     """
     packed = {entry.name for layer in stored.layers.values() for entry in layer.entries.values()}
     total = sum(entry.spec.nbytes for entry in stored.entries if entry.name not in packed)
     total += sum(2 * rows * columns for rows, columns in (layer.shape for layer in stored.layers.values()))
-    converted = {"from": stored.format, "to": format, "folder": stored.path.resolve().name}
+    converted = {"from": stored.format, "to": keys["format"], "folder": stored.path.resolve().name}
     if (stored.path / MANIFEST).is_file():
         record = manifest.read_manifest(stored.path)
         manifest.verify_hashes(stored.path, record)
-        recipe = record["recipe"] | {"format": format}
+        recipe = record["recipe"] | keys
         return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
-    recipe = {"model": str(stored.path), "scheme": "converted", "format": format, "seed": None}
+    recipe = {"model": str(stored.path), "scheme": "converted", "seed": None, **keys}
     record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
     return total, record | {"converted": converted}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def _draft(config: Mapping[str, Any]) -> str:
     return spec.draft.prefix if spec.draft and models.draft_blocks(spec, config) else ""
 
 
+def _generation(folder: Path) -> dict[str, Any]:
+    """`LoadFacts.generation` and `stops` of a folder; what is missing or invalid counts as not set."""
+    try:
+        settings = json_files.read(folder / "generation_config.json", finite=True)
+        added = json_files.read(folder / "tokenizer.json")["added_tokens"]
+        texts = {token["id"]: token["content"] for token in added}
+        ends = settings.get("eos_token_id")
+        stops = [texts.get(end, "") for end in (ends if isinstance(ends, list) else [ends])]
+        numbers = {name: float(value) for name, value in settings.items() if isinstance(value, int | float)}
+        stops = [text for text in stops if text.isprintable() and text and '"' not in text]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return {}
+    return {"generation": numbers, "stops": tuple(stops)}
+
+
 def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
     """Replace `serve/` and return its files. The caller has to update the manifest's hashes.
 
@@ -73,7 +89,8 @@ def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> li
         record: its manifest; hashes are not read.
         name: the name under which the checkpoint will be served: that of its final folder.
     """
-    texts = launch.render_launch_files(launch_facts(json_files.read(folder / "config.json"), record, name))
+    facts = launch_facts(json_files.read(folder / "config.json"), record, name)
+    texts = launch.render_launch_files(replace(facts, **_generation(folder)))
     if (folder / MANIFEST).is_file():  # else the folder is being written, and its `serve/` came from the source
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for place, text in texts.items():

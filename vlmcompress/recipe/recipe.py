@@ -107,6 +107,8 @@ class Recipe(_Frozen):
         seed: seed of every random choice.
         shard_size: size of the largest file of weights.
         format: name of a module in `vlmcompress.export.formats`.
+        mmproj: with the format `gguf`, type of the matrices of tower and projector; None: `q8_0` if a layer of the decoder is
+            quantized, else `f16`; those of a float32 model stay float32.
     """
 
     model: Path
@@ -134,6 +136,7 @@ class Recipe(_Frozen):
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     shard_size: str = "5GB"
     format: str = "compressed-tensors"
+    mmproj: Literal["q8_0", "f16"] | None = None
 
     @field_validator("skip")
     @classmethod

@@ -11,11 +11,15 @@ import torch
 
 from tests.kit.tiny import build
 from vlmcompress.cli import main
+from vlmcompress.export.formats import Parts
 from vlmcompress.export.formats import gguf as exporter
+from vlmcompress.export.gguf import GgufFile, ModelFacts, TensorRule
+from vlmcompress.export.gguf.plan import planned
 from vlmcompress.export.gguf.tokenizer import _scores
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
+from vlmcompress.utils.tensor_files import Spec
 
 ROWS, COLUMNS = 48, 256
 FORMS = [
@@ -102,12 +106,51 @@ def test_the_files_hold_the_layers_that_were_quantized(written):
     expected = round_to_nearest(weight, Format("int", 4, 32), scale_dtype=torch.float16)
     stored = tensors["blk.1.attn_q.weight"]
     assert stored.tensor_type.name == "Q4_0" and list(stored.shape) == [128, 128]
-    weights = torch.from_numpy(gguf.quants.dequantize(np.array(stored.data), stored.tensor_type))
-    assert torch.equal(weights, expected.dequantize(torch.float32))
+    assert np.array_equal(_weights(stored), expected.dequantize(torch.float32).numpy())
     assert tensors["token_embd.weight"].tensor_type.name == "BF16"
     assert tensors["blk.1.attn_norm.weight"].tensor_type.name == "F32"
-    tower = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / "mmproj.gguf").tensors}
-    assert tower["v.blk.1.attn_q.weight"] == "F16" and tower["v.blk.1.attn_q.bias"] == "F32"
+    tower = {tensor.name: tensor for tensor in gguf.GGUFReader(out / "mmproj.gguf").tensors}
+    stored, weight = tower["v.blk.1.attn_k.weight"], _tensor(source, "visual.blocks.1.attn.qkv.weight")
+    weight = weight.chunk(3)[1].float().numpy()
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(weight, stored.tensor_type), stored.tensor_type)
+    errors = [np.square(values - weight).mean() for values in (_weights(stored), theirs)]
+    assert stored.tensor_type.name == "Q8_0" and errors[0] < 1.01 * errors[1]
+    assert tower["v.blk.1.attn_k.bias"].tensor_type.name == "F32"
+
+
+@pytest.mark.parametrize(
+    ("mmproj", "dtype", "quantized", "matrix", "rest"),
+    [
+        (None, "BF16", True, "Q8_0", "F16"),
+        (None, "BF16", False, "F16", "F16"),
+        (None, "F32", True, "F32", "F32"),
+        ("F16", "BF16", True, "F16", "F16"),
+        ("Q8_0", "F32", False, "Q8_0", "F16"),
+    ],
+)
+def test_matrices_of_a_tower_have_8_bits_where_llama_cpp_quantizes_them(mmproj, dtype, quantized, matrix, rest):
+    """The others are convolutions, what is not multiplied with, rows of no whole blocks, and what a graph transposes."""
+    shapes = {"v.blk.0.ffn_up.weight": (8, 64), "mm.0.weight": (8, 32), "v.blk.0.ffn_down.weight": (8, 48)}
+    shapes |= {"v.patch_embd.weight": (8, 3, 14, 14), "mm.patch_merger.weight": (8, 32), "v.class_embd": (1, 32)}
+    shapes |= {"mm.input_projection.weight": (32, 64), "v.position_embd.weight": (9, 32), "v.blk.0.ln1.weight": (32,)}
+    parts = Parts(
+        specs={name: Spec(dtype, shape) for name, shape in shapes.items()},
+        read=lambda name: torch.zeros(shapes[name]),
+        entries={},
+        layers={"x": (Scheme(Format("int", 4, 32)), (8, 32))} if quantized else {},
+        quantized={},
+        config={},
+        image={},
+        title="",
+        mmproj=mmproj,
+    )
+    rules = GgufFile({}, tuple(TensorRule(name, name) for name in shapes))
+    plans = planned(rules, parts, ModelFacts({}, {}), "vision")
+    expected = dict.fromkeys(shapes, rest) | dict.fromkeys(list(shapes)[:2], matrix)
+    expected |= dict.fromkeys(("v.position_embd.weight", "v.class_embd", "v.blk.0.ln1.weight"), "F32")
+    assert {plan.name: plan.kind for plan in plans} == expected
+    for plan in plans:
+        assert sum(piece.nbytes for piece in plan.make()) == plan.nbytes
 
 
 def test_equal_inputs_give_equal_files(written, tmp_path):
@@ -135,6 +178,10 @@ def test_the_format_is_known_by_its_name():
     assert "gguf" in FORMATS
 
 
+def _weights(tensor):
+    return gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+
+
 def _tensor(source, name):
     from safetensors.torch import load_file
 
@@ -146,13 +193,18 @@ def test_what_was_quantized_before_is_written_with_the_same_codes(written, tmp_p
     source, _ = written
     flags = ["--scheme", "rtn", "--set", "options.group_size=64", "-o", str(tmp_path / "packed")]
     assert main(["quantize", str(source), *flags]) == 0
-    assert main(["export", str(tmp_path / "packed"), "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    assert (
+        main(["export", str(tmp_path / "packed"), "--format", "gguf", "--mmproj", "f16", "-o", str(tmp_path / "out")])
+        == 0
+    )
     weight = _tensor(source, "model.layers.0.mlp.down_proj.weight")
     expected = round_to_nearest(weight, Format("int", 4, 64), scale_dtype=torch.bfloat16)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     stored = tensors["blk.0.ffn_down.weight"]
-    weights = torch.from_numpy(gguf.quants.dequantize(np.array(stored.data), stored.tensor_type))
-    assert torch.equal(weights, expected.dequantize(torch.float32))
+    assert np.array_equal(_weights(stored), expected.dequantize(torch.float32).numpy())
+    tower = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "mmproj.gguf").tensors}
+    assert tower["v.blk.1.attn_k.weight"].tensor_type.name == "F16"
+    assert json.loads((tmp_path / "out" / "vlmcompress.json").read_text())["recipe"]["mmproj"] == "f16"
 
 
 def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused_before_anything_runs(written, tmp_path, capsys):

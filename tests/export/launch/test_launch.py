@@ -15,7 +15,7 @@ import yaml
 from tests.kit import launching
 from tests.kit.launching import FORMATS, called, facts, written
 from vlmcompress.engines.vllm import serve
-from vlmcompress.export import launch, readers
+from vlmcompress.export import launch, launch_files, readers
 from vlmcompress.export.launch import REGISTRY, compose, vllm
 from vlmcompress.export.readers import LoadFacts
 
@@ -357,3 +357,71 @@ def test_odd_configs_count_as_unknown(config: dict) -> None:
     checkpoint = readers.gather_facts(config, "m")
     assert checkpoint.max_len is None and checkpoint.heads is None
     assert "README.md" in launch.render_launch_files(checkpoint)
+
+
+def modelfile(text: str) -> list[tuple[str, str]]:
+    """Instructions and arguments of a Modelfile, in lower case and as Ollama's `parser/parser.go` reads them.
+
+    A line is a comment, or an instruction and its argument, from which one pair of quotes is taken; an argument in quotes goes
+    on to the line where these end.
+    """
+    instructions = {"from", "parameter", "template", "system", "adapter", "license", "message", "requires"}
+    commands, lines = [], iter(text.splitlines())
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, _, value = line.strip().partition(" ")
+        assert name.lower() in instructions, line
+        quotes = next((quotes for quotes in ('"""', '"') if value.strip().startswith(quotes)), "")
+        while quotes and not (len(value.strip()) >= 2 * len(quotes) and value.strip().endswith(quotes)):
+            value += "\n" + next(lines)
+        commands.append((name.lower(), value.strip().removeprefix(quotes).removesuffix(quotes)))
+    assert any(name == "from" for name, _ in commands)
+    return commands
+
+
+FLOATS = {"temperature", "top_p", "min_p", "repeat_penalty"}
+WHOLE = {"top_k", "repeat_last_n"}
+GREEDY = {"temperature": ["0"]}
+SAMPLED = {"temperature": ["0.1"], "top_k": ["50"], "top_p": ["0.001"], "min_p": ["0"]}
+PENALIZED = {"repeat_penalty": ["1.05"], "repeat_last_n": ["-1"]}
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, GREEDY),
+        ("not JSON", GREEDY),
+        ({"eos_token_id": 7}, GREEDY | {"stop": ["<|im_end|>"]}),
+        ({"eos_token_id": [9, [1], 7]}, GREEDY),  # damaged
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.1,
+                "top_p": 0.001,
+                "repetition_penalty": 1.05,
+                "eos_token_id": [7, 9, 8],
+            },
+            SAMPLED | PENALIZED | {"stop": ["<|im_end|>", "two words"]},
+        ),
+    ],
+)
+def test_a_modelfile_samples_as_transformers_does(generation: Any, expected: dict, tmp_path: Path) -> None:
+    """Both files, next to the folder of the Modelfile; sampling and the ends of answers of generation_config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMATS["gguf"]}))
+    added = [(7, "<|im_end|>"), (8, "two words"), (9, 'a "quote"\n')]
+    tokens = [{"id": number, "content": content} for number, content in added]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    if generation is not None:
+        text = generation if isinstance(generation, str) else json.dumps(generation)
+        (tmp_path / "generation_config.json").write_text(text)
+    launch_files.write_launch_files(tmp_path, {}, "my model")
+    read = modelfile((tmp_path / "serve/Modelfile").read_text())
+    sources = [(tmp_path / "serve" / value).resolve() for name, value in read if name == "from"]
+    assert sources == [tmp_path.resolve() / "model.gguf", tmp_path.resolve() / "mmproj.gguf"]
+    assert ("requires", "0.30.0") in read and "template" not in dict(read)
+    parameters: dict[str, list[str]] = {}
+    for key, _, value in (value.partition(" ") for name, value in read if name == "parameter"):
+        assert key == "stop" or (float(value) if key in FLOATS else int(value) if key in WHOLE else None) is not None
+        parameters.setdefault(key, []).append(value.strip('"'))
+    assert parameters == expected

@@ -130,6 +130,7 @@ class Parts:
         quantized: linear layer (memory name) -> weight, scheme, scale of static activations; read at each look.
         config: transformers' configuration with all defaults; `image`: the settings of its image processor.
         title: the model's name for people.
+        mmproj: GGUF's type of the tower's matrices; None: the format's choice.
     """
 
     specs: Mapping[str, Spec]
@@ -140,6 +141,7 @@ class Parts:
     config: Mapping[str, Any]
     image: Mapping[str, Any]
     title: str
+    mmproj: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -148,15 +150,17 @@ class Parts:
 
 
 def files_problems(
-    exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None
+    exporter: Any, folder: Path, family: str, config: Mapping[str, Any], reducer: Mapping | None, mmproj: str | None
 ) -> list[str]:
-    """Reasons why a format that writes its own files cannot hold a model; empty for other formats.
+    """Reasons why a format that writes its own files cannot hold a model; for other formats only that of a wrong `mmproj`.
 
     Args:
         folder: the source's folder.
         config: transformers' configuration with all defaults.
-        reducer: the checkpoint's reducer as in recipes, or None.
+        reducer: the checkpoint's reducer as in recipes, or None; mmproj: the recipe's.
     """
+    if mmproj and exporter.FORMAT != "gguf":
+        return [f"mmproj is the type of GGUF's tower, and the format is {exporter.FORMAT}; leave it out"]
     if not hasattr(exporter, "write_files"):
         return []
     reasons = list(exporter.source_problems(folder, family, config))

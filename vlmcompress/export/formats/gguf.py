@@ -7,7 +7,7 @@
 | symmetric 8 bits | Q8_0 | the same codes and scales, bit for bit |
 | NVFP4 without rounded inputs | NVFP4 | the same codes and scales, bit for bit |
 | not quantized | BF16, F16, F32 | the source's type; norms and biases F32 |
-| tower and projector | F16 | rounded; F32 for a float32 source; norms, biases and positions F32 |
+| tower and projector | Q8_0 | rounded to nearest; F16 on demand and where llama.cpp needs floats; F32 for a float32 source |
 
 Scales are float16, and quantizers solve for such scales (`SCALES`). Names and metadata are data (`vlmcompress.export.gguf`);
 the package `gguf` writes the files. The source's configuration, tokenizer and processor are copied next to them.

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
-from vlmcompress.export.gguf.blocks import BYTES, block_size, block_type, in_order, matrix_scale, pack
+from vlmcompress.export.gguf.blocks import BLOCK, BYTES, block_size, block_type, in_order, matrix_scale, pack
+from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import DTYPES, Entry, all_finite
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of unquantized types."""
-ALWAYS_F32 = ("position_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
+ALWAYS_F32 = ("position_embd", "class_embd", "shortconv.conv", "ssm_conv1d", "ffn_gate_inp")
 """Name parts of tensors that ggml only supports in float32."""
+NEVER_Q8_0 = ("patch_embd", "patch_merger", "mm.input_projection")
+"""Name parts of the tower's matrices that are not rounded to 8 bits: `llama-quantize` leaves the first two as they are
+(llama.cpp, `src/llama-quant.cpp`), and Gemma 3's graph transposes the third, which ggml can't do with blocks."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,13 @@ def _plan(
     spec = parts.specs[source]
     # The shape after a rule's change is found with a meta tensor.
     shape = tuple(changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape)
-    kind = "F16" if side == "vision" else spec.dtype
-    if len(shape) < 2 or spec.dtype == "F32" or any(part in target for part in ALWAYS_F32):
+    kind = spec.dtype
+    if side == "vision":
+        kind = parts.mmproj or ("F32" if kind == "F32" else "Q8_0" if parts.layers else "F16")
+        matrix = len(shape) == 2 and target.endswith(".weight") and not any(part in target for part in NEVER_Q8_0)
+        if kind == "Q8_0" and (not matrix or shape[1] % BLOCK):
+            kind = "F16"
+    if len(shape) < 2 or any(part in target for part in ALWAYS_F32):
         kind = "F32"
 
     def make() -> Iterator[Tensor | Entry]:
@@ -145,6 +154,9 @@ def _plan(
             return
         value = changed(chosen(parts.read(source)))
         value = value.float() + rule.add if rule.add else value
+        if kind == "Q8_0":
+            yield pack(round_to_nearest(value, Format("int", 8, BLOCK), scale_dtype=torch.float16))
+            return
         rounded = value.to(DTYPES[kind]).contiguous()
         if kind == "F16" and not all_finite(rounded):
             raise UserError(

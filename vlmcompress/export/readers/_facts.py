@@ -88,6 +88,7 @@ class LoadFacts:
         code: whether the checkpoint includes Python code.
         draft: method of speculative decoding by the checkpoint's own head; empty: it has none.
         splits: numbers of GPUs over which its layers can be split; None: any that divides the heads.
+        generation: numbers of generation_config.json; stops: texts of the tokens that end an answer.
     """
 
     name: str
@@ -106,6 +107,8 @@ class LoadFacts:
     machine: Machine | None = None
     reducer: Reducer | None = None
     splits: tuple[int, ...] | None = None
+    generation: Mapping[str, float] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:

@@ -141,7 +141,7 @@ def stored_format(survey: Survey) -> Iterator[str]:
     yield from formats.format_problems(exporter, survey.layers)
     config, reducer = source.meta_model.config.to_dict(), survey.recipe.reduce
     plain = reducer.plain() if reducer else None
-    reasons = formats.files_problems(exporter, source.path, source.spec.family, config, plain)
+    reasons = formats.files_problems(exporter, source.path, source.spec.family, config, plain, survey.recipe.mmproj)
     yield from reasons
     if not reasons and (problem := tokenizers.compare_tokenizers(exporter, source.path, config).problem):
         yield problem
