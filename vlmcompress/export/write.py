@@ -192,7 +192,7 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
         config=config,
         image=processor.image_processor.to_dict(),
         title=checkpoint.original.name,
-        mmproj=(checkpoint.manifest["recipe"].get("mmproj") or "").upper() or None,
+        mmproj=(checkpoint.manifest()["recipe"].get("mmproj") or "").upper() or None,
     )
 
 
