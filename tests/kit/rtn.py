@@ -65,15 +65,16 @@ def parts(
             quantized[name] = (result, group_scheme, input_scale)
     kv_scales = {name: torch.tensor([0.02, 0.03]) for name in models.attentions(model, spec) if kv_cache}
     recipe = {"model": str(folder), "scheme": "rtn", "seed": 0}
+    schemes = {name: group_scheme for name, (_, group_scheme, _) in quantized.items()}
     return checkpoint.Checkpoint(
         original=folder,
         files=folder,
-        tensors=checkpoint.plan_tensors(source, compressed_tensors, quantized, changed, kv_scales),
+        tensors=checkpoint.plan_tensors(source, compressed_tensors, schemes, changed, kv_scales),
         quantized=quantized,
         shapes={name: tuple(weight.q.shape) for name, (weight, *_) in quantized.items()},
         exporter=compressed_tensors,
         layers=describe_layers(
-            {name: group_scheme for name, (_, group_scheme, _) in quantized.items()},
+            schemes,
             model,
             source.written,
             spec,
@@ -81,7 +82,7 @@ def parts(
             kv_cache=kv_cache,
         ),
         config=checkpoint.written_config(source, quantized, reducer),
-        manifest=manifest.build(folder, family=spec.family, recipe=recipe, calibration=None, errors={}),
+        manifest=lambda: manifest.build(folder, family=spec.family, recipe=recipe, calibration=None, errors={}),
         before=models.checkpoint_bytes(folder),
         memory={source.written[parameter]: parameter for parameter in names},
         family=spec.family,

@@ -20,7 +20,7 @@ from tests.kit import calibration_rows, forks, tiny
 from tests.kit.pictures import film
 from vlmcompress import cli, models
 from vlmcompress.evaluation.doctor import files as doctor
-from vlmcompress.quantization import run
+from vlmcompress.quantization import rounded_layers, run
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks
@@ -148,6 +148,32 @@ def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, sche
     quantize(recipe(world, halved, scheme, **options))
     assert weights(halved) == weights(whole)
     assert not (tmp_path / ".halved.work").exists()
+
+
+def test_finished_weight_files_are_kept(world, tmp_path, monkeypatch):
+    """Without data nothing but weight files is kept: those that were finished are not written again, the bytes and errors are
+    those of a run in one piece, and a file that was begun is not left."""
+    whole, halved, kept = tmp_path / "whole", tmp_path / "halved", tmp_path / ".halved.work"
+    options = {"options": {"group_size": 32}, "calibrate": {}, "shard_size": "100KB"}
+    expected = quantize(recipe(world, whole, "rtn", **options)).manifest
+    assert len(weights(whole)) > 4 and all(error["weight"] > 0 for error in expected["errors"].values())
+    solve, rounded, last = rounded_layers.solve_block, [], 6
+
+    def counted(groups, *rest):
+        rounded.append(groups[0])
+        if len(rounded) == last:
+            raise KeyboardInterrupt
+        return solve(groups, *rest)
+
+    monkeypatch.setattr(rounded_layers, "solve_block", counted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(recipe(world, halved, "rtn", **options))
+    finished = weights(kept)
+    assert finished and not list(kept.glob("*.part")) and not halved.exists()
+    manifest = quantize(recipe(world, halved, "rtn", **options)).manifest
+    assert weights(halved) == weights(whole) and finished.items() <= weights(whole).items()
+    assert list(manifest["errors"].items()) == list(expected["errors"].items())
+    assert last < len(rounded) < last + 8 and not kept.exists()
 
 
 def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):

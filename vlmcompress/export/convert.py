@@ -95,7 +95,7 @@ def convert(
         exporter=writer,
         layers=layers,
         config=config,
-        manifest=record,
+        manifest=lambda: record,
         before=before,
         memory={name: parameter for parameter, name in written.items()},
         family=stored.spec.family,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,7 @@ from vlmcompress.utils.model_folder import INDEX, companions
 from vlmcompress.utils.progress import phase, phase_seconds
 from vlmcompress.utils.tensor_files import Entry, Spec
 from vlmcompress.utils.text import parse_bytes
+from vlmcompress.utils.work_folder import WorkFolder
 
 Quantized = tuple[QTensor, Scheme, Tensor | None]
 """A linear layer's weight, its scheme, the scale of static activations."""
@@ -69,12 +71,14 @@ class Checkpoint:
         shapes: quantized linear layer -> its weight's shape.
         exporter: the format that is written, a module of `vlmcompress.export.formats`; `layers`: what its config files say.
         config: config.json without the format's block.
-        manifest: the result of `manifest.build`; files and sizes are added.
+        manifest: returns the result of `manifest.build`, once all layers have been read; files and sizes are added.
         before: bytes of the original's tensors.
         memory: name of a tensor in the output -> memory name of the parameter.
         family: name of the model's family.
         extra_files: name of an additional or changed file -> bytes, or data that are written as JSON.
         shard_size: largest weight file.
+        work: the folder of the run's finished work, which keeps finished weight files until all are; None: nothing does.
+        errors: layer -> its errors, for the manifest. Reading a layer may add them, and `work` keeps them with the files.
     """
 
     original: Path
@@ -85,12 +89,14 @@ class Checkpoint:
     exporter: Writer
     layers: Layers
     config: dict
-    manifest: dict
+    manifest: Callable[[], dict]
     before: int
     memory: Mapping[str, str]
     family: str
     extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
     shard_size: str | int = "5GB"
+    work: WorkFolder | None = None
+    errors: dict[str, Any] = field(default_factory=dict)
 
 
 def write(
@@ -107,7 +113,7 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     folders.check_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
-    limit, warnings = parse_bytes(checkpoint.shard_size, "shard_size"), list[str]()
+    limit, warnings, hashes = parse_bytes(checkpoint.shard_size, "shard_size"), list[str](), dict[str, Any]()
     # The source's model card is kept under another name.
     places = {
         place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(checkpoint.files)
@@ -116,7 +122,9 @@ def write(
         (checkpoint.files / name, place) for name, place in places.items() if str(place) not in checkpoint.extra_files
     ]
     needed = sum(tensor.spec.nbytes for tensor in checkpoint.tensors)
-    folders.check_space(out, needed + sum(file.stat().st_size for file, _ in copied))
+    finished = checkpoint.work.folder.glob("model*") if checkpoint.work else ()
+    needed += sum(file.stat().st_size for file, _ in copied) - sum(file.stat().st_size for file in finished)
+    folders.check_space(out, needed)
     with folders.new_folder(out) as tree:
         configs = checkpoint.exporter.configs(checkpoint.layers)
         block = configs.pop("config.json", None)
@@ -140,15 +148,22 @@ def write(
                 warnings += [tokens.warning] if tokens.warning else []
                 after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
             else:
-                after = write_weights(
-                    tree, checkpoint.tensors, limit, checkpoint.quantized, checkpoint.exporter, progress
+                after, hashes = write_weights(
+                    tree,
+                    checkpoint.tensors,
+                    limit,
+                    checkpoint.quantized,
+                    checkpoint.exporter,
+                    progress,
+                    checkpoint.work,
+                    checkpoint.errors,
                 )
         size = {"weights_before": checkpoint.before, "weights_after": after}
-        record = checkpoint.manifest | {"size": size, "tensors": len(checkpoint.tensors), "timing": phase_seconds()}
+        record = checkpoint.manifest() | {"size": size, "tensors": len(checkpoint.tensors), "timing": phase_seconds()}
         record["warnings"] = [*record.get("warnings", ()), *warnings]
         launch_files.write_launch_files(tree, record, out.name)
         (tree / card.CARD).write_text(card.render_card(record, tree, out.name), encoding="utf-8")
-        record["files"] = manifest.hash_files(tree)
+        record["files"] = manifest.hash_files(tree, lambda path: hashes.get(path.name) or manifest.hash_file(path))
         write_json(tree / MANIFEST, record)
     return record
 
@@ -178,13 +193,13 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
         config=config,
         image=processor.image_processor.to_dict(),
         title=checkpoint.original.name,
-        mmproj=(checkpoint.manifest["recipe"].get("mmproj") or "").upper() or None,
+        mmproj=(checkpoint.manifest()["recipe"].get("mmproj") or "").upper() or None,
     )
 
 
 def written_config(
     source: Source,
-    quantized: Mapping[str, Quantized],
+    quantized: Container[str],
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -192,7 +207,7 @@ def written_config(
     """The content of config.json of a checkpoint of `source`, without the format's block.
 
     Args:
-        quantized: as in `Checkpoint`.
+        quantized: linear layers that are quantized (memory names).
         reducer: the reducer of visual tokens that the checkpoint carries; None: none.
         counter: computes how many tokens an image keeps, for a reducer that needs the number.
         settings: entries that replace the source's.
@@ -210,19 +225,20 @@ def written_config(
 def plan_tensors(
     source: Source,
     exporter: Writer,
-    quantized: Mapping[str, Quantized],
+    schemes: Mapping[str, Scheme],
     changed: Mapping[str, Tensor] | None = None,
     kv_scales: Mapping[str, Tensor] | None = None,
 ) -> list[OutputTensor]:
     """List the output tensors that replace each of the source's tensors.
 
     Args:
-        exporter, quantized: as in `Checkpoint`. Each quantized layer is read, for its layout.
+        exporter: as in `Checkpoint`.
+        schemes: quantized linear layer (memory name) -> its scheme.
         changed: parameter (memory name) -> new value, for norms and biases with a folded scale, and for trained weights.
         kv_scales: attention module (memory name) -> `[2]` scales of keys and values.
     """
     names, written, entries = source.names, source.written, list(source.entries.values())
-    layers = {names[f"{module}.weight"]: module for module in quantized}
+    layers = {names[f"{module}.weight"]: module for module in schemes}
     values = {names[parameter]: value for parameter, value in (changed or {}).items()}
     if overlap := layers.keys() & values.keys():
         raise ValueError(f"both quantized and changed: {sorted(overlap)}")
@@ -237,12 +253,9 @@ def plan_tensors(
         specs[entry.name] = spec
         if entry.name in layers:
             module = layers.pop(entry.name)
-            weight, scheme, _ = quantized[module]
-            if tuple(weight.q.shape) != spec.shape:
-                raise ValueError(f"{entry.name} is {spec.shape}, its quantized form {tuple(weight.q.shape)}")
             prefix = name.removesuffix("weight")
-            rows, columns = weight.q.shape
-            for local, local_spec in exporter.specs(scheme, rows, columns, Spec.of(weight.scale).dtype).items():
+            rows, columns = spec.shape
+            for local, local_spec in exporter.specs(schemes[module], rows, columns, spec.dtype).items():
                 tensors.append(OutputTensor(prefix + local, local_spec, (module, local)))
         elif entry.name in values:
             value = values.pop(entry.name)
@@ -321,13 +334,21 @@ def write_weights(
     quantized: Mapping[str, Quantized],
     exporter: Writer,
     progress: Callable[[int, int], None] | None,
-) -> int:
-    """Write the weight files into the folder `tree`, with an index if there are several; return bytes of tensors.
+    work: WorkFolder | None = None,
+    errors: dict[str, Any] | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Write the weight files into the folder `tree`, with an index if there are several.
+
+    A tensor is written while the next one is computed, and a file synced and hashed while the next one is written.
 
     Args:
         limit: most bytes of a file.
-        quantized: as in `Checkpoint`; one layer is in memory at a time.
+        quantized: as in `Checkpoint`; two layers are in memory at a time.
         progress: called with bytes written and bytes in all.
+        work, errors: as in `Checkpoint`. Files that an interrupted run has finished are not written again.
+
+    Returns:
+        Bytes of tensors, and file name -> the manifest's entry.
 
     Raises:
         UserError: a value does not fit into the format.
@@ -336,7 +357,8 @@ def write_weights(
     if len(by_name) < len(tensors):
         raise ValueError("two tensors of the output have the same name")
     files = tensor_files.split_shards(((tensor.name, tensor.spec) for tensor in tensors), limit)
-    file_names = tensor_files.shard_names(len(files))
+    files_by_name = dict(zip(tensor_files.shard_names(len(files)), files, strict=True))
+    folder, errors, done = work.folder if work else tree, {} if errors is None else errors, 0
 
     @functools.lru_cache(maxsize=1)
     def layer_tensors(module: str) -> dict[str, Tensor]:
@@ -345,29 +367,54 @@ def write_weights(
         except UserError as error:
             raise UserError(f"{module}: {error}") from error
 
-    done = 0
-    for file_name, specs in zip(file_names, files, strict=True):
-        header, positions = tensor_files.layout(specs)
-        with (tree / file_name).open("wb") as file:
-            tensor_files.write_at(file.fileno(), header, 0)
-            for name, spec in specs.items():
-                origin = by_name[name].origin
-                if isinstance(origin, Entry):  # its bytes, in parts
-                    tensor_files.copy_at(origin, file.fileno(), positions[name])
-                else:
-                    part = origin() if callable(origin) else origin
-                    value = layer_tensors(part[0])[part[1]] if isinstance(part, tuple) else part
-                    if Spec.of(value) != spec:
-                        raise ValueError(f"{name}: planned as {spec}, computed as {Spec.of(value)}")
-                    tensor_files.write_at(file.fileno(), tensor_files.to_bytes(value), positions[name])
-                done += spec.nbytes
-                if progress:
-                    progress(done, total)
+    def finish(path: Path, errors: dict[str, Any]) -> dict[str, Any]:
+        """Give a whole file its name; returns the manifest's entry."""
+        folders.sync_file(path)
+        described = manifest.hash_file(path)
+        path.rename(path.with_suffix(""))
+        if work:
+            work.write_note(path.stem, {"described": described, "errors": errors})
+        return described
+
+    hashes: dict[str, Any] = {}
+    with ThreadPoolExecutor(1) as finisher:
+        finished: dict[str, Future] = {}
+        for file_name, specs in files_by_name.items():
+            if work and (folder / file_name).exists() and (note := work.read_note(file_name)):
+                hashes[file_name] = note["described"]
+                errors |= note["errors"]
+                done += sum(spec.nbytes for spec in specs.values())
+                continue
+            header, positions = tensor_files.layout(specs)
+            part = folder / f"{file_name}.part"
+            with folders.removed_on_error(part), part.open("wb") as file, ThreadPoolExecutor(1) as writer:
+                written = writer.submit(tensor_files.write_at, file.fileno(), header, 0)
+                for name, spec in specs.items():
+                    origin, target = by_name[name].origin, (file.fileno(), positions[name])
+                    if isinstance(origin, Entry):
+                        job = functools.partial(tensor_files.copy_at, origin, *target)  # its bytes, in parts
+                    else:
+                        whole = origin() if callable(origin) else origin
+                        value = layer_tensors(whole[0])[whole[1]] if isinstance(whole, tuple) else whole
+                        if Spec.of(value) != spec:
+                            raise ValueError(f"{name}: planned as {spec}, computed as {Spec.of(value)}")
+                        data = tensor_files.to_bytes(value)
+                        job = functools.partial(tensor_files.write_at, target[0], data, target[1])
+                    written.result()
+                    written = writer.submit(job)
+                    done += spec.nbytes
+                    if progress:
+                        progress(done, total)
+                written.result()
+            finished[file_name] = finisher.submit(finish, part, dict(errors))
+        hashes |= {file_name: future.result() for file_name, future in finished.items()}
+    for file_name in hashes if work else ():
+        (folder / file_name).rename(tree / file_name)
     if len(files) > 1:
-        weight_map = {name: file_name for file_name, specs in zip(file_names, files, strict=True) for name in specs}
+        weight_map = {name: file_name for file_name, specs in files_by_name.items() for name in specs}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(tree / INDEX, index)
-    return total
+    return total, hashes
 
 
 def write_json(path: Path, content: dict) -> None:

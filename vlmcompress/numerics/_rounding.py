@@ -6,6 +6,8 @@ be stored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from vlmcompress.numerics import _fp4, _mx
 from vlmcompress.numerics._float8 import widened
 from vlmcompress.numerics._formats import FLOAT8, Format
 
-_CACHED = 1 << 16  # elements per part, so that a few temporaries fit into a core's cache
+_CACHED = 1 << 17  # elements per part, so that a few temporaries fit into a core's cache
 
 
 def find_params(
@@ -53,13 +55,11 @@ def find_params(
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group of `w`, widened to include 0: float32, shaped like the scale. `importance`: as
     in `find_params`. Raises ValueError for NaN or Inf."""
-    every = [slice(None)] if fmt.group == 0 else row_chunks(w)  # one scale for the matrix, so rows cannot be split
     if importance is not None and importance.device.type == "cpu" and importance.amin() > 0:
         importance = None  # saves a pass; on an accelerator, waiting for the result would cost more
     lows, highs = [], []
-    for rows in every:
-        part, counts = w[rows].float(), _of(importance, rows)
-        pieces = _pieces(part, fmt)
+    for rows, part in _row_parts(w, fmt):
+        pieces, counts = _pieces(part, fmt), _of(importance, rows)
         if counts is not None:  # weights of inputs that are always zero have no effect, so they do not widen a range
             dead = _counts(counts, part, fmt) == 0
             pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
@@ -97,9 +97,8 @@ def scale_from_range(
     ]
     # For NVFP4 this is Four Over Six's choice: a block's largest value becomes 6 or 4, by the block's squared error. The
     # stored scales are compared, as rounding them to float8 may reverse the order.
-    for rows in [slice(None)] if fmt.group == 0 else row_chunks(w) if others else []:
-        part, counts = w[rows].float(), _of(importance, rows)
-        pieces = _pieces(part, fmt)
+    for rows, part in _row_parts(w, fmt) if others else ():
+        pieces, counts = _pieces(part, fmt), _of(importance, rows)
         importances = None if counts is None else _counts(counts, part, fmt)
         d, best, least = torch.empty_like(pieces), first[rows], None
         for scale in (first, *others):
@@ -132,6 +131,14 @@ def row_chunks(w: Tensor) -> list[slice]:
     if w.device.type == "cpu":
         step = max(1, _CACHED * torch.get_num_threads() // max(1, w.shape[1]))
     return [slice(a, a + step) for a in range(0, len(w), step)]
+
+
+def _row_parts(w: Tensor, fmt: Format) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of `w` in parts, each as float32 in one buffer; all at once if one scale is that of the matrix."""
+    chunks = [slice(None)] if fmt.group == 0 else row_chunks(w)
+    buffer = torch.empty_like(w[chunks[0]], dtype=torch.float32, memory_format=torch.contiguous_format)
+    for rows in chunks:
+        yield rows, buffer[: len(w[rows])].copy_(w[rows])
 
 
 def round_to_codes(
@@ -172,13 +179,13 @@ def remainder(
 def weight_codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
     """Codes `[out, in]` of `w [out, in]` in `fmt.dtype`, with scale and zero point from `find_params`."""
     q = torch.empty_like(w, dtype=fmt.dtype, memory_format=torch.contiguous_format)
-    for rows in row_chunks(w):
-        pieces, (spread, zeros) = _pieces(w[rows].float(), fmt), _spread(scale, zero_point, rows)
+    for rows, part in _row_parts(w, fmt):
+        pieces, (spread, zeros) = _pieces(part, fmt), _spread(scale, zero_point, rows)
         if fmt.dtype == FLOAT8 and not fmt.fp4:  # storing rounds
-            codes = torch.div(pieces, spread).clamp_(fmt.qmin, fmt.qmax)
+            pieces.div_(spread).clamp_(fmt.qmin, fmt.qmax)
         else:
-            codes = round_to_codes(pieces, spread, zeros, fmt)
-        q[rows].copy_(codes.view_as(q[rows]))
+            round_to_codes(pieces, spread, zeros, fmt, out=pieces)
+        q[rows] = part
     return q
 
 

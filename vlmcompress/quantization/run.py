@@ -1,11 +1,12 @@
 """Quantize a model: check, derive, allocate bits, read, learn, capture and solve, write. `quantize` calls these in turn.
 
-Everything that can be refused is refused before a weight is read, and OUT is written when all of it is known. Finished blocks
-are kept next to OUT (`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
+Everything that can be refused is refused before a weight is read. Finished blocks and weight files are kept next to OUT
+(`utils.work_folder`), so that the same command goes on after an interruption and writes the same bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 from vlmcompress import models
 from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export.manifest import MANIFEST
-from vlmcompress.export.write import Checkpoint, plan_tensors, write, written_config
+from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, full_float32, trim
-from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE, GroupStats
@@ -34,7 +34,8 @@ from vlmcompress.quantization.calibration.block_store import (
     load_block,
     save_block,
 )
-from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, naming_layers, solve_block
+from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
+from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
@@ -48,6 +49,7 @@ from vlmcompress.quantization.inputs import (
 from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.calibration_data import refuse_without_data
 from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.rounded_layers import RoundedLayers
 from vlmcompress.quantization.run_manifest import run_manifest
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
@@ -55,6 +57,7 @@ from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import distributed, folders
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
+from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 
@@ -165,10 +168,10 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
 
 
 def space_needed(plan: Plan, out: Path) -> int:
-    """Bytes that a run needs next to those that an earlier one left: OUT, the finished blocks, a rotated or 16-bit model."""
+    """Bytes that a run needs next to those that an earlier one left: OUT, calibrated blocks, a rotated or 16-bit model."""
     stored = (
         block_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
-        for groups in plan.steps
+        for groups in (plan.steps if plan.observed_after else ())
         for group in groups
         if (scheme := plan.method.of(group).scheme)
         for linear in group.linears
@@ -182,7 +185,7 @@ def space_needed(plan: Plan, out: Path) -> int:
 
 def quantize_blocks(run: Run, inputs: Inputs) -> None:
     """Quantize the decoder's blocks in the model and store their results in the work folder: in a pass over the samples of
-    `inputs`, or, without samples, from statistics of the unquantized model or without data."""
+    `inputs`, or from statistics of the unquantized model. Without either, layers are rounded when they are written."""
     learned = {"reduce": run.recipe.reduce and run.recipe.reduce.plain(), "resize": run.recipe.resize}
     run.work.begin({"samples": inputs.origin, "learned": learned, "allocation": run.plan.allocation})
     if distributed.is_main():
@@ -191,8 +194,8 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
     with torch.inference_mode(False), torch.no_grad(), full_float32():
         if inputs.samples:
             _capture_and_solve(run, inputs)
-        else:
-            _solve_from_statistics(run)
+        elif run.plan.statistics:
+            _solve_from_statistics(run, run.plan.statistics)
 
 
 def _capture_and_solve(run: Run, inputs: Inputs) -> None:
@@ -271,8 +274,8 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             whole = BlockResult()
 
 
-def _solve_from_statistics(run: Run) -> None:
-    """Solve each block by itself, from statistics of the unquantized model or without data; no block is run.
+def _solve_from_statistics(run: Run, statistics: Statistics) -> None:
+    """Solve each block by itself, from statistics of the unquantized model; no block is run.
 
     Blocks are solved on the accelerator, if there is one. Of the model only norms and biases are changed.
     """
@@ -283,7 +286,7 @@ def _solve_from_statistics(run: Run) -> None:
             apply(load_block(work, layer, weights=False), _modules(model, groups), norm_offset)
         elif groups:
             with phase("reading statistics"):
-                stats, kv_ranges = plan.statistics.load(layer, str(device)) if plan.statistics else ({}, {})
+                stats, kv_ranges = statistics.load(layer, str(device))
             result = _solve(run.vlm, groups, stats, plan.method, {}, device)
             result.kv_ranges |= kv_ranges if run.recipe.kv_cache else {}
             with phase("storing"):
@@ -321,8 +324,7 @@ def _solve(
 
 
 def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, Any]:
-    """Write OUT from the finished blocks of a run and return its manifest. The vision tower and the token embedding are rounded
-    to nearest.
+    """Write OUT from the finished blocks of a run, and layers that are rounded now, and return its manifest.
 
     Args:
         recovery: the training that the checkpoint comes from; None: there was none.
@@ -340,49 +342,54 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
 
-    quantized: dict[str, tuple] = {}
-    for done, group in enumerate(plan.vision_groups, start=1):  # the engine scales their inputs token by token
-        assert plan.vision_method is not None
-        weights = {name: model.get_parameter(f"{name}.weight") for name in group.linears}
-        result = solve_block([group], weights, {}, plan.vision_method, next(iter(weights.values())).dtype)
-        quantized |= {name: (weight, plan.vision_method.scheme, None) for name, weight in result.weights.items()}
-        progress("quantizing the vision tower", done, len(plan.vision_groups))
-    # Rows of the token embedding are looked up one at a time, so no other row can compensate for a row's error.
+    # Layers are rounded when they are written if they depend on nothing but their weight: without calibration those of the
+    # decoder; those of the vision tower, whose inputs the engine scales token by token; the token embedding, whose rows are
+    # looked up one at a time, so that no other row can compensate for a row's error.
+    parts: list[RoundedLayers | StoredWeights] = []
+    errors: dict[str, dict[str, float]] = {}
+    if plan.observed_after:
+        parts.append(StoredWeights(run.work, plan.steps, plan.method))
+        results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
+    else:
+        parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
+        results = [BlockResult(errors=errors)]  # they are known once the layers are written
+    if plan.vision_method:
+        parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
-        weight = model.get_parameter(f"{embedding}.weight")
-        with naming_layers([embedding], [weight]):
-            rounded = round_to_nearest(weight, scheme.weights, scale_dtype=weight.dtype)
-        quantized[embedding] = (rounded, scheme, None)
-    language = StoredWeights(run.work, plan.steps, plan.method)
-    every = ChainMap(quantized, language)  # type: ignore[arg-type]  # neither is written to
+        nearest = SCHEMES.get("rtn")
+        method = QuantMethod(nearest, nearest.Options(bits=scheme.weights.bits, group_size=scheme.weights.group))
+        parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
+    quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
+    schemes = {name: plan.schemes[name] for name in quantized}
 
-    results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
     # Smoothing changed what is stored in 16 bits, too: norms, layers that stay as they are, biases of quantized ones.
     smoothed = {op for result in results for op in (*result.smoothing, *result.multiplied)}
     changed = {
         name: parameter.detach().contiguous()
         for op in sorted(smoothed)
         for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
-        if name.removesuffix(".weight") not in every
+        if name.removesuffix(".weight") not in schemes
     }
     changed |= recovery.trained if recovery else {}
     kv_scales = {n: kv_range.kv_scales(ranges) for result in results for n, ranges in result.kv_ranges.items()}
     checkpoint = Checkpoint(
         original=recipe.model,
         files=recipe.inputs_folder,
-        tensors=plan_tensors(plan.source, recipe.exporter, every, changed, kv_scales),
-        quantized=every,
-        shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in every},
+        tensors=plan_tensors(plan.source, recipe.exporter, schemes, changed, kv_scales),
+        quantized=quantized,
+        shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in schemes},
         exporter=recipe.exporter,
         layers=plan.layers,
-        config=written_config(plan.source, every, recipe.reduce, run.counter, settings),
-        manifest=run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None),
+        config=written_config(plan.source, schemes, recipe.reduce, run.counter, settings),
+        manifest=lambda: run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None),
         before=models.checkpoint_bytes(recipe.model),
         memory={plan.source.written[parameter]: parameter for parameter in plan.source.names},
         family=plan.source.spec.family,
         extra_files=extra_files,
         shard_size=recipe.shard_size,
+        work=run.work,
+        errors=errors,
     )
     return write(
         checkpoint,

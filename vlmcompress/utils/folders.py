@@ -109,6 +109,16 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync_folder(out.absolute().parent)
 
 
+@contextlib.contextmanager
+def removed_on_error(path: Path) -> Iterator[None]:
+    """Remove the file `path` if the context ends with an error."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def dump(data: object) -> str:
     """Data as the text of a JSON file for human readers: indented, non-ASCII unescaped, with a final line break."""
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"

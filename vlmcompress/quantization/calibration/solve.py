@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.models import HEAD, Group
-from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations, row_chunks
+from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
@@ -79,8 +79,8 @@ class BlockResult:
         input_scales: linear -> static activation scale, scalar; for NVFP4 activations their global scale.
         kv_ranges: attention module -> ranges of its keys and values, see `vlmcompress.numerics.statistics.kv_range`.
         errors: linear -> modality -> relative squared output error `|X dW^T|^2 / |X W^T|^2`, over at most 256 evenly spaced
-            output channels, including the rounding of `X` if the scheme rounds inputs; without data `weight` -> error of the
-            weight.
+            output channels, including the rounding of `X` if the scheme rounds inputs; without data `weight` -> error of
+            these channels' weights.
         maxima: first linear of a group -> modality -> share of input channels whose maximum it holds; empty if maxima were not
             collected.
         warnings: deviations from what was asked for: (what, first linear of the group, details).
@@ -244,29 +244,18 @@ def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
 def _errors(
     weight: Tensor, quantized: QTensor, stats: GroupStats | None, act: ActFormat | None, input_scale: Tensor | None
 ) -> dict[str, float]:
-    """Relative squared error of a layer's output by modality, on evenly spaced rows; without data that of its weight.
+    """Relative squared error of a layer's output by modality, or without data of its weight, on evenly spaced rows.
 
     `act`: format to which the layer's inputs are rounded. That error is uncorrelated with the weights', so squares add.
     `input_scale`: its scale if it is static.
     """
-    if stats is None or "gram" not in stats.needs:
-        return {"weight": _weight_error(weight, quantized)}
     step = math.ceil(len(weight) / _ROWS)
-    weight, q = weight[::step], quantized.dequantize(torch.float32, slice(None, None, step))
+    weight, q = weight[::step].float(), quantized.dequantize(torch.float32, slice(None, None, step))
+    if stats is None or "gram" not in stats.needs:
+        return {"weight": ((q - weight).square().sum() / weight.square().sum().clamp_min(1e-30)).item()}
     errors = stats.error(q - weight, weight)
     added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
     return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}
-
-
-def _weight_error(weight: Tensor, quantized: QTensor) -> float:
-    """Relative squared error of a weight."""
-    error = size = 0.0
-    for rows in row_chunks(weight):
-        part = weight[rows].float()
-        difference = quantized.dequantize(torch.float32, rows).sub_(part)
-        error += difference.square_().sum().item()
-        size += torch.square(part, out=difference).sum().item()
-    return error / max(size, 1e-30)
 
 
 def warnings(results: Iterable[BlockResult]) -> list[str]:
