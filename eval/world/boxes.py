@@ -1,9 +1,10 @@
 """Boxes and points of things in scenes: two families next to the frozen ones, whose answers are coordinates.
 
-    Give the box of the red star.    [104,062,250,310]     left, top, right, bottom
-    Point at the digit 7.            [177,186]             the box's middle
+    Give the box of the red star.    [.10,.06,.25,.31]     left, top, right, bottom
+    Point at the digit 7.            [.17,.18]             the box's middle
 
-Coordinates are thousandths of the image's width and height, of three digits. The frozen splits do not hold these families.
+Coordinates are shares of the image's width and height, to a hundredth: patches of the demos are larger than that. The frozen
+splits do not hold these families.
 """
 
 from collections.abc import Iterator
@@ -23,13 +24,13 @@ Box = tuple[int, int, int, int]
 
 
 def box_of(scene: Scene, row: int, column: int) -> Box:
-    """The smallest box (left, top, right, bottom) of pixels that a shape or digit is drawn on, in thousandths of the image."""
+    """The smallest box (left, top, right, bottom) of pixels that a shape or digit is drawn on, in hundredths of the image."""
     drawn = np.argwhere(stamp(scene.at(row, column)) > 0)
     corner = np.asarray(stamp_corner(scene, row, column))
     top, left = corner + drawn.min(0)
     bottom, right = corner + drawn.max(0) + 1
     height, width = scene.size()
-    return tuple(min(999, round(1000 * v)) for v in (left / width, top / height, right / width, bottom / height))
+    return tuple(min(99, round(100 * v)) for v in (left / width, top / height, right / width, bottom / height))
 
 
 def things(scene: Scene) -> dict[str, tuple[int, int]]:
@@ -46,7 +47,7 @@ def things(scene: Scene) -> dict[str, tuple[int, int]]:
 
 def written(numbers: tuple[int, ...]) -> str:
     """Coordinates as an answer."""
-    return f"[{','.join(f'{number:03d}' for number in numbers)}]"
+    return f"[{','.join(f'.{number:02d}' for number in numbers)}]"
 
 
 def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box]]:

@@ -82,6 +82,6 @@ def test_boxes_are_of_what_is_drawn():
         height, width = scene.size()
         (top, left), (bottom, right) = changed.min(0), changed.max(0) + 1
         assert np.allclose(
-            np.array(box) / 1000, [left / width, top / height, right / width, bottom / height], atol=0.012
+            np.array(box) / 100, [left / width, top / height, right / width, bottom / height], atol=0.011
         )
         assert correct(answer, written(box)) == 1
