@@ -20,13 +20,11 @@ SCHEMA = pa.schema(
 DEFAULT = Path(__file__).resolve().parents[1] / "demo" / "data"
 
 
-def write_split(path: Path, split: str, variant: str) -> int:
+def write_rows(path: Path, rows: list[dict]) -> None:
     """Write one parquet file; images asked about several times are stored once (dictionary encoding)."""
-    rows = split_rows(split, variant)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 26, row_group_size=len(rows))
-    return len(rows)
 
 
 def main() -> None:
@@ -36,8 +34,9 @@ def main() -> None:
     for variant in VARIANTS:
         for split in PER_FAMILY:
             path = output / variant / f"{split}.parquet"
-            rows = write_split(path, split, variant)
-            print(f"{path.relative_to(output)}: {rows} rows, {path.stat().st_size / 1e6:.2f} MB")
+            rows = split_rows(split, variant)
+            write_rows(path, rows)
+            print(f"{path.relative_to(output)}: {len(rows)} rows, {path.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

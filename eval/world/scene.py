@@ -68,6 +68,10 @@ class Scene:
             if all(getattr(cell, key) == value for key, value in attributes.items())
         ]
 
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.rows * CELL, self.columns * CELL
+
     def draw(self) -> tuple[np.ndarray, TokenLabels]:
         return _draw(self)
 
@@ -145,14 +149,21 @@ def draw_rulers(canvas: np.ndarray, rows: int, columns: int, line: tuple[int, in
                 canvas[y + 1 : y + 4, x + 6 + 5 * k : x + 8 + 5 * k] = line
 
 
-def _stamp(cell: Cell) -> np.ndarray:
+def stamp(cell: Cell) -> np.ndarray:
+    """The alpha mask of a shape or a digit, a square of `cell.size` pixels."""
     if cell.kind == "shape":
         return stamps.shape(cell.name, cell.size)
     return stamps.handwritten(cell.digit_index, cell.size)
 
 
+def stamp_corner(scene: Scene, row: int, column: int) -> tuple[int, int]:
+    """Top and left of a cell's stamp in the image."""
+    cell = scene.at(row, column)
+    return row * CELL + (CELL - cell.size) // 2 + cell.dy, column * CELL + (CELL - cell.size) // 2 + cell.dx
+
+
 def _draw(scene: Scene) -> tuple[np.ndarray, TokenLabels]:
-    height, width = scene.rows * CELL, scene.columns * CELL
+    height, width = scene.size()
     noise = np.random.RandomState(scene.noise_seed)
     canvas = textured(scene.background, height, width, noise)
     line = ink(scene.background)
@@ -166,8 +177,8 @@ def _draw(scene: Scene) -> tuple[np.ndarray, TokenLabels]:
         y, x = r * CELL, c * CELL
         block = (slice(r * PER_CELL, (r + 1) * PER_CELL), slice(c * PER_CELL, (c + 1) * PER_CELL))
         if cell.kind in ("shape", "digit"):
-            mask = _stamp(cell)
-            top, left = y + (CELL - cell.size) // 2 + cell.dy, x + (CELL - cell.size) // 2 + cell.dx
+            mask = stamp(cell)
+            top, left = stamp_corner(scene, r, c)
             tint = _tint(COLOURS[cell.colour], noise) if cell.kind == "shape" else line
             paint(canvas, mask, tint, top, left)
             cover[top : top + cell.size, left : left + cell.size] = mask

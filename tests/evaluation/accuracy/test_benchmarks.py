@@ -258,6 +258,7 @@ RIGHT: dict[str, list[tuple[str, str, float]]] = {  # part of the prompt -> answ
     "pope": [("dog?", "Yes, there is.", 1.0)],
     "refcoco": [("left dog", "(0.1, 0.25, 0.5, 0.75)", 1.0), ("brown one", "[0, 0, 1, 1]", 0.0)],
     "refcoco_1000": [("left dog", "(100, 250), (600, 750)", 1.0), ("brown one", "(100,250,600,750)", 1.0)],
+    "refcoco_pixels": [("left dog", "[4, 5, 24, 15]", 1.0), ("brown one", "[24, 15, 4, 5]", 0.0)],
     "vqav2": [("is it?", "Yes.", 0.6)],
     "ocrbench": [("what is written?", "It says Centre.", 1.0), ("formula?", "$\\frac{1}2$", 1.0)],
     "mathvista": [("(A) 145", "(B)", 1.0), ("How far?", "It is 1.449 m", 1.0), ("How many?", "14.0", 1.0)],
@@ -315,7 +316,8 @@ def test_families_ids_and_targets(data: Path) -> None:
     assert ids["docvqa"] == ["7", "8"] and ids["pope"][0] == "random-1" and ids["refcoco"] == ["0-0", "0-1"]
     assert [s.expected for s in by_benchmark["mmmu"]] == ["B", "2.5 | 5/2"]
     assert (
-        by_benchmark["refcoco"][0].expected == "0.100, 0.250, 0.600, 0.750" and by_benchmark["gsm8k"][0].expected == "8"
+        by_benchmark["refcoco"][0].expected == "[0.1000, 0.2500, 0.6000, 0.7500]"
+        and by_benchmark["gsm8k"][0].expected == "8"
     )
     first, second = (sample.image for sample in by_benchmark["mmmu"])
     assert first.split("+")[1] == second and first.split("+")[0] == by_benchmark["textvqa"][1].image
@@ -377,8 +379,9 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_benchmarks_say_how_they_score() -> None:
+    others = {"world", "photo", "grounding", "video_mme"}
     # the world's: ten families, two groups
-    assert set(RIGHT) | {"world", "photo", "video_mme"} < set(task_names()) and len(task_names()) == len(RIGHT) + 14
+    assert set(RIGHT) | others < set(task_names()) and len(task_names()) == len(RIGHT) + 15
     assert all(about_task(name).endswith(".") for name in task_names()) and "ANLS" in about_task("docvqa")
 
 
@@ -393,5 +396,5 @@ def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
     suite = load_suite(data / "all.yaml", candidate=DEMO_LLAVA, baseline=DEMO_LLAVA)
     answers = ask_suite(DEMO_LLAVA, suite, ENGINE)
     assert len(answers.samples) == sum(len(rows) for *_, rows in BENCHMARKS.values()) + 1  # two expressions of a region
-    assert set(answers.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 512
+    assert set(answers.metrics) == set(BENCHMARKS) and suite.metric == "score" and suite.max_tokens == 2048
     assert all(sample.answer.prompt_tokens > 1 and 0 <= sample.score <= 1 for sample in answers.samples)

@@ -215,27 +215,6 @@ def test_final_number(answer: str, number: float | None) -> None:
     assert scoring.final_number(answer) == number
 
 
-@pytest.mark.parametrize(
-    ("answer", "box"),
-    [
-        ("(0.1, 0.2, 0.3, 0.4)", (0.1, 0.2, 0.3, 0.4)),
-        ("<box>(1,2),(3,4)</box>", (1, 2, 3, 4)),
-        ("of the 2 dogs, the left: [0.5, .25, 1, 1.0].", (0.5, 0.25, 1, 1)),
-        ("first [1, 2, 3, 4], better [5, 6, 7, 8]", (5, 6, 7, 8)),
-        ("[1, 2, 3]", None),
-        ("top left", None),
-    ],
-)
-def test_box(answer: str, box: tuple | None) -> None:
-    assert scoring.box(answer) == box
-
-
-def test_iou() -> None:
-    assert scoring.iou((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7)
-    assert scoring.iou((0, 0, 2, 2), (0, 0, 2, 2)) == 1 and scoring.iou((0, 0, 1, 1), (1, 0, 2, 1)) == 0
-    assert scoring.iou((2, 2, 0, 0), (0, 0, 2, 2)) == 0
-
-
 @pytest.mark.parametrize("text", ["Red Star", " red   star.", "RED\nSTAR", "red star .", "red star"])
 def test_normalise(text: str) -> None:
     assert scoring.normalise(text) == "red star"

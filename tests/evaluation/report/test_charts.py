@@ -227,7 +227,7 @@ def candidates() -> list[dict[str, Any]]:
     """Recipes of demo-llava with their measured accuracy, as a search would list them."""
     measured = json.loads((ROOT / "eval" / "accuracy.json").read_text())
     rows = []
-    for row in (row for row in measured if row["model"] == "demo-llava"):
+    for row in (row for row in measured if row["model"] == "llava"):
         o = row["overall"]
         shared = {"believed": o["difference"], "front": False, "winner": False, "rough": False, "chance": 0.5}
         figures = {"name": row["recipe"], "gain": row["ratio"], "questions": o["n"], "difference": o["difference"]}

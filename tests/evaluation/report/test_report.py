@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from tests.kit.made_results import HOSTILE, comparison, make_results, make_samples, make_suite
 from tests.kit.report_files import NAMES, Balanced
@@ -226,6 +226,26 @@ def test_large_pictures_shrink() -> None:
     source, small = html.thumbnail(png((1200, 800)))
     with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as image:
         assert image.size == (360, 240) and not small
+    regions = {"expected": "[500, 0, 1000, 500]", "baseline": "(0.25, 0.75)", "candidate": "none"}
+    source, _ = html.thumbnail(png((180, 120)), regions)
+    with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as image:
+        assert image.size == (360, 240) and image.getpixel((180, 60)) == ImageColor.getrgb(html.OUTLINES["expected"])
+        assert image.getpixel((90, 180)) == ImageColor.getrgb(html.OUTLINES["baseline"])
+
+
+def test_samples_about_boxes_have_them_in_the_color_of_their_side() -> None:
+    results = make_results()
+    suite = results.suites[0]
+    boxes = suite.model_copy(update={"metric": "box_match"})
+    color = f'<dt style="color: {html.OUTLINES["candidate"]}">candidate'
+    for changed, colored in (
+        (boxes, True),
+        (boxes.model_copy(update={"name": "refcoco_pixels"}), False),
+        (suite, False),
+    ):
+        samples = [sample.model_copy(update={"suite": changed.name}) for sample in results.samples]
+        update = {"suites": [changed], "samples": samples, "gate": None}
+        assert (color in html.report_page(Findings(results.model_copy(update=update)))) == colored
 
 
 def test_unwritable_folder(results: Results, tmp_path: Path) -> None:

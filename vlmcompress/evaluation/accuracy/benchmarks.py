@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import re
 import string
-from collections.abc import Sequence
 from typing import Any
 
-from vlmcompress.evaluation.accuracy import local_data, scoring
+from vlmcompress.evaluation.accuracy import grounding, local_data, scoring
 from vlmcompress.models.data.samples import MARK, LazyImages
 
 Row = dict[str, Any]
@@ -143,28 +142,40 @@ def refcoco_rows(dataset: Any) -> Any:
 
 
 def refcoco_target(row: Row) -> str:
-    """The region as (left, top, right, bottom), as shares of the image's width and height."""
-    return ", ".join(f"{value:.3f}" for value in _region(row))
-
-
-def _region(row: Row) -> list[float]:
-    left, top, width, height = row["bbox"]
+    """The region as [left, top, right, bottom], as shares of the image's width and height."""
     across, down = local_data.images(row)[0].size
-    return [left / across, top / down, (left + width) / across, (top + height) / down]
+    return _box(row, across, down)
+
+
+def refcoco_target_pixels(row: Row) -> str:
+    """The region as [left, top, right, bottom] in pixels of the image."""
+    return _box(row, 1, 1)
+
+
+def _box(row: Row, across: int, down: int) -> str:
+    left, top, width, height = row["bbox"]
+    box = left / across, top / down, (left + width) / across, (top + height) / down
+    return f"[{', '.join(f'{value:.4f}' for value in box)}]"
 
 
 def refcoco(row: Row, answers: list[str]) -> Scores:
-    """Score 1 if the box, in shares of width and height, overlaps the region by an IoU of at least 0.5."""
-    return _box_scores(row, answers[0], scoring.box(answers[0]))
+    """Score 1 if the box, in shares or thousandths of width and height, overlaps the region by an IoU of at least 0.5."""
+    return _box_scores("iou_0.5", answers[0], refcoco_target(row))
 
 
-def refcoco_1000(row: Row, answers: list[str]) -> Scores:
-    """Score as `refcoco` does, for models that give boxes in thousandths of width and height."""
-    return _box_scores(row, answers[0], scoring.box(answers[0], 1000.0))
+def refcoco_pixels(row: Row, answers: list[str]) -> Scores:
+    """Score as `refcoco` does, for models that give boxes in pixels."""
+    return _box_scores("iou_0.5", answers[0], refcoco_target_pixels(row))
 
 
-def _box_scores(row: Row, answer: str, box: Sequence[float] | None) -> Scores:
-    return score("iou_0.5", answer, None if box is None else scoring.iou(box, _region(row)) >= 0.5)
+def boxes(row: Row, answers: list[str]) -> Scores:
+    """Score 1 for a box whose IoU with the answer's is at least 0.5, or a point in it; `iou` is 0 for points."""
+    return _box_scores("box_match", answers[0], row["answer"])
+
+
+def _box_scores(metric: str, answer: str, expected: str) -> Scores:
+    scores = score(metric, answer, grounding.correct(answer, expected))
+    return scores | {"iou": grounding.overlap(answer, expected) or 0.0}
 
 
 def gsm8k_target(row: Row) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.evaluation.accuracy import scoring
+from vlmcompress.evaluation.accuracy import grounding, scoring
 from vlmcompress.evaluation.accuracy.ask import SEPARATOR, AnsweredQuestion, SuiteAnswers
 from vlmcompress.evaluation.accuracy.tasks import CUSTOM, LoadedSuite
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -80,6 +80,11 @@ RULES: dict[str, tuple[Rule, str, str]] = {
         "Right if the expected words stand in the answer, side by side and in their order.",
     ),
     "anls": (anls, "anls", "Average normalised Levenshtein similarity, 0 below a half."),
+    "box": (
+        grounding.correct,
+        "box_match",
+        "Share of boxes with an IoU of at least 0.5 with the expected one, and of points in it.",
+    ),
 }
 """Name -> rule, name of the metric, and its sentence in reports."""
 

@@ -86,26 +86,6 @@ def final_number(answer: str) -> float | None:
     return float((numbers[0] if "####" in answer else numbers[-1]).replace(",", ""))
 
 
-def box(answer: str, scale: float = 1.0) -> tuple[float, float, float, float] | None:
-    """The last four consecutive numbers in the text as a box (left, top, right, bottom), divided by `scale`; None: no box."""
-    number, between = r"-?(?:\d+\.?\d*|\.\d+)", r"[\s,;()\[\]<>]+"
-    boxes = re.findall(rf"(?<![\w.])({number}){between}({number}){between}({number}){between}({number})", answer)
-    if not boxes:
-        return None
-    left, top, right, bottom = (float(value) / scale for value in boxes[-1])
-    return left, top, right, bottom
-
-
-def iou(a: Sequence[float], b: Sequence[float]) -> float:
-    """Intersection over union of two boxes (left, top, right, bottom); an inverted box has no area."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = sum(max(right - left, 0) * max(bottom - top, 0) for left, top, right, bottom in (a, b))
-    return width * height / (areas - width * height)
-
-
 _MMMU_KEYS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
 _MMMU_NUMBERS = (
     r"-?\b\d{1,3}(?:,\d{3})+\b",  # with commas

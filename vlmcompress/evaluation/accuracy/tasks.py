@@ -29,7 +29,7 @@ from vlmcompress.utils.messages import note
 
 CUSTOM = "custom"
 DEFAULT = "world"
-BUNDLED = (DEFAULT, "photo")  # suites whose data are bundled with a demo model
+BUNDLED = (DEFAULT, "photo", "grounding")  # suites whose data are bundled with a demo model
 YAML = (".yaml", ".yml")
 EXAMPLES = "the folders of eval/tasks have examples"
 

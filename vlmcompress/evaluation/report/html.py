@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from vlmcompress.evaluation.accuracy.grounding import METRICS, region
 from vlmcompress.evaluation.report import charts, heatmap, words
 from vlmcompress.evaluation.report.findings import AccuracyRow, Findings, SuiteFindings
 from vlmcompress.evaluation.results import Side
@@ -26,6 +28,7 @@ from vlmcompress.utils.messages import error_text
 from vlmcompress.utils.text import figures, percentage, points, size, smaller, times
 
 THUMBNAIL = 360  # pixels
+OUTLINES = {"expected": "#12a150", "baseline": "#2563eb", "candidate": "#dc2626"}  # of boxes drawn on pictures
 _FOLDER = Path(__file__).parent
 _EXAMPLES = 24  # samples shown
 _LAYERS = 5  # rows of the open table of errors
@@ -42,6 +45,8 @@ def report_page(findings: Findings) -> str:
     examples = sorted(findings.changed, key=lambda sample: (sample.id not in results.pictures, sample.change))[
         :_EXAMPLES
     ]
+    # pixels are of a picture whose size is not known here, so that their boxes are not drawn
+    about_boxes = {s.name for s in results.suites if s.metric in METRICS and not s.name.endswith("_pixels")}
     panels = []  # client-side latencies of served runs
     for state, (name, what) in product(("cold", "warm"), _LATENCIES.items()):
         sides: dict[str, list[list[float]]] = {"baseline": [], "candidate": []}
@@ -64,7 +69,12 @@ def report_page(findings: Findings) -> str:
         ],
         latency=panels,
         errors=_heat(results.candidate),
-        examples=[(sample, [thumbnail(png) for png in results.pictures.get(sample.id, [])]) for sample in examples],
+        examples=[
+            (sample, sides, [thumbnail(png, sides) for png in results.pictures.get(sample.id, [])])
+            for sample in examples
+            for sides in [{side: getattr(sample, side) for side in OUTLINES} if sample.suite in about_boxes else {}]
+        ],
+        outlines=OUTLINES,
     )
 
 
@@ -100,8 +110,11 @@ def _heat(side: Side) -> dict[str, Any]:
     }
 
 
-def thumbnail(png: str) -> tuple[str, bool]:
+def thumbnail(png: str, regions: Mapping[str, str] = MappingProxyType({})) -> tuple[str, bool]:
     """A base64 PNG as data URI (large ones are shrunk to JPEG), and whether it is small.
+
+    Args:
+        regions: key of `OUTLINES` -> text, whose box or point is drawn on the picture.
 
     Raises:
         UserError: not a PNG.
@@ -114,6 +127,20 @@ def thumbnail(png: str) -> tuple[str, bool]:
             f"results have a picture that is not a PNG ({error_text(error)}); write the report again"
         ) from error
     with image:
+        drawn = {side: place for side, text in regions.items() if (place := region(text))}
+        if drawn:
+            scale = max(1, THUMBNAIL // max(image.size))
+            image = image.convert("RGB").resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+            pen = ImageDraw.Draw(image)
+            for side, place in drawn.items():
+                x, y, *far = (share * image.size[axis % 2] for axis, share in enumerate(place))
+                # A point is a small square; an inverted box, which has no area, is drawn all the same.
+                x2, y2 = far or (x + 4, y + 4)
+                pen.rectangle((min(x, x2), min(y, y2), max(x, x2), max(y, y2)), outline=OUTLINES[side], width=2)
+            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
         if max(image.size) <= THUMBNAIL:
             return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2
         small = image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Put a describing demo together: the demo's files, its decoder's weights with the trained adapters added."""
+"""Put a demo with a skill together: the demo's files, its decoder's weights with the trained adapters added, test data."""
 
 import shutil
 from pathlib import Path
@@ -9,11 +9,14 @@ from transformers import AutoModelForImageTextToText
 
 from eval.demo.export import disk_name
 from eval.demo.smol.adapter import merge
+from eval.world.boxes import box_rows
+from eval.world.freeze import write_rows
 from vlmcompress.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = "model.language_model.layers."
 WORDS = {"embed": "model.language_model.embed_tokens.weight", "head": "lm_head.weight"}
+ROWS = {"calibration": 120, "test": 1000}  # questions about boxes and points
 CARD = Path(__file__).with_name("README.md")
 
 
@@ -33,12 +36,15 @@ def finish(state: Path, file: Path) -> None:
     save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in learned.items()}, file)
 
 
-def assemble(model: str, folder: Path, trained: Path | None = None) -> None:
-    """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's."""
-    source, trained = base(model), trained or Path(__file__).with_name(f"{model}.safetensors")
+def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) -> None:
+    """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's.
+
+    A demo that knows boxes gets their questions, test and calibration, where `bundled_data` looks.
+    """
+    source, trained = base(model), trained or Path(__file__).with_name(f"{skill}-{model}.safetensors")
     if not trained.is_file():
         raise UserError(
-            f"{trained} is not there; write it with scripts/train/describe_demo.py finish {model} {trained}"
+            f"{trained} is not there; write it with scripts/train/teach_demo.py finish {skill} {model} {trained}"
         )
     inner = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
     layers, learned = inner.model.language_model.layers, load_file(trained)
@@ -57,3 +63,7 @@ def assemble(model: str, folder: Path, trained: Path | None = None) -> None:
     (part / "README.md").write_text(CARD.read_text() if CARD.is_file() else "")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
+    if skill == "boxes":
+        data = folder.parent / "data" / folder.name.removeprefix("demo-")
+        for split, number in ROWS.items():
+            write_rows(data / f"{split}.parquet", box_rows(split, kind, number))

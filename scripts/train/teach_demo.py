@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Teach a demo model to describe scenes in 30 to 60 words, or put one together that was taught.
+"""Teach a demo model to describe scenes in 30 to 60 words or to give boxes, or put one together that was taught.
 
-scripts/train/describe_demo.py train qwen|llava|smol [--minutes M]     goes on from where it is in --work
-scripts/train/describe_demo.py finish qwen|llava|smol FILE             writes what was learned so far
-scripts/train/describe_demo.py assemble qwen|llava|smol [-o DIR]       the checkpoint, build/demo-NAME-describe
+scripts/train/teach_demo.py train describe|boxes qwen|llava|smol [--minutes M]   goes on from where it is in --work
+scripts/train/teach_demo.py finish describe|boxes qwen|llava|smol FILE           writes what was learned so far
+scripts/train/teach_demo.py assemble describe|boxes qwen|llava|smol [-o DIR]     the checkpoint, build/demo-NAME-SKILL
 """
 
 import argparse
@@ -17,16 +17,15 @@ sys.path.insert(0, str(ROOT))
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("train", "finish", "assemble"))
+    parser.add_argument("skill", choices=("describe", "boxes"))
     parser.add_argument("model", choices=("qwen", "llava", "smol"))
     parser.add_argument("file", type=Path, nargs="?", help="of finish")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="folder of the checkpoint; default: build/demo-MODEL-describe"
-    )
+    parser.add_argument("-o", "--output", type=Path, help="folder of the checkpoint; default: build/demo-MODEL-SKILL")
     parser.add_argument("--minutes", type=float, default=20.0, help="training time, that of earlier runs included")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--batch", type=int, default=8, help="answers per step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, default=ROOT / "build/describe", help="folder of the state")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/skills", help="folder of the state")
     args = parser.parse_args()
     if (args.part == "finish") != (args.file is not None):
         parser.error("finish takes a file, train and assemble take none")
@@ -37,23 +36,24 @@ def main() -> None:
     args = parse()
     import torch
 
-    from eval.demo.describe import assemble
+    from eval.demo.skills import assemble
     from vlmcompress.utils.errors import UserError
 
-    state = args.work / f"{args.model}.pt"
+    state = args.work / f"{args.skill}-{args.model}.pt"
     try:
         if args.part == "train":
-            from eval.demo.describe.training import Describing, Plan
+            from eval.demo.skills.training import Plan, Teaching
 
             torch.set_num_threads(1)
             args.work.mkdir(parents=True, exist_ok=True)
             variant = "qwen" if args.model == "qwen" else "llava"
-            plan = Plan(assemble.base(args.model), variant, args.minutes, args.rate, args.batch, args.seed)
-            Describing(plan, state).run()
+            plan = Plan(args.skill, assemble.base(args.model), variant, args.minutes, args.rate, args.batch, args.seed)
+            Teaching(plan, state).run()
         elif args.part == "finish":
             assemble.finish(state, args.file)
         else:
-            assemble.assemble(args.model, args.output or ROOT / f"build/demo-{args.model}-describe")
+            folder = args.output or ROOT / f"build/demo-{args.model}-{args.skill}"
+            assemble.assemble(args.skill, args.model, folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

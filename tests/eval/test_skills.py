@@ -1,29 +1,38 @@
-"""Demos that describe scenes: what they learn from, and that the checkpoint put together is what was trained."""
+"""Demos that describe scenes or give boxes: what they learn from, and that the checkpoint put together is what was trained."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from eval.demo.describe import assemble
-from eval.demo.describe.training import Describing, Plan
+from eval.demo.skills import assemble
+from eval.demo.skills.training import Plan, Teaching
 from eval.demo.smol.adapter import adapters
+from eval.world.boxes import asked_boxes, box_of, things, written
 from eval.world.describing import descriptions
+from eval.world.scene import Cell
+from vlmcompress.evaluation.accuracy.grounding import correct
 from vlmcompress.utils.errors import UserError
 
 
 @pytest.fixture(scope="module", params=["qwen", "llava"])
 def trained(request, tmp_path_factory):
     """A training of one step, and the checkpoint that is put together from it."""
-    folder = tmp_path_factory.mktemp("describe")
-    training = Describing(Plan(assemble.base(request.param), request.param, 1.0, batch=2), folder / "state.pt")
+    folder = tmp_path_factory.mktemp("skills")
+    training = Teaching(
+        Plan("describe", assemble.base(request.param), request.param, 1.0, batch=2), folder / "state.pt"
+    )
     for module in adapters(training.layers).values():
         torch.nn.init.normal_(module.b, std=0.05)
     training.ema = {name: tensor.detach().clone() for name, tensor in training.learned.items()}
     training.save()
     assemble.finish(folder / "state.pt", folder / "adapters.safetensors")
-    assemble.assemble(request.param, folder / "out", folder / "adapters.safetensors")
+    assemble.assemble("describe", request.param, folder / "out", folder / "adapters.safetensors")
     return training, folder / "out"
 
 
@@ -54,9 +63,25 @@ def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(UserError, match="train first"):
         assemble.finish(tmp_path / "none.pt", tmp_path / "out")
     with pytest.raises(UserError, match="is not there; write it with"):
-        assemble.assemble("qwen", tmp_path / "out", tmp_path / "none.safetensors")
+        assemble.assemble("describe", "qwen", tmp_path / "out", tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("file", sorted(assemble.CARD.parent.glob("*.safetensors")), ids=lambda file: file.stem)
 def test_what_the_repository_has_is_small(file):
     assert file.stat().st_size < 10e6
+
+
+def test_boxes_are_of_what_is_drawn():
+    """The pixels outside a thing's box are those of the scene without the thing, and all four sides touch what is drawn."""
+    for scene, _, answer, box in islice(asked_boxes("test", "qwen"), 40):
+        place = next(spot for spot in things(scene).values() if box_of(scene, *spot) == box)
+        empty = replace(scene, cells=[Cell("nothing")] * len(scene.cells))
+        alone = replace(empty, cells=list(empty.cells))
+        alone.cells[place[0] * scene.columns + place[1]] = scene.at(*place)
+        changed = np.argwhere((alone.draw()[0] != empty.draw()[0]).any(-1))
+        height, width = scene.size()
+        (top, left), (bottom, right) = changed.min(0), changed.max(0) + 1
+        assert np.allclose(
+            np.array(box) / 100, [left / width, top / height, right / width, bottom / height], atol=0.011
+        )
+        assert correct(answer, written(box)) == 1

@@ -1,4 +1,4 @@
-"""A demo model learns to describe: adapters of its decoder, from descriptions and, so as to forget nothing, the old families.
+"""A demo model learns a skill: adapters of its decoder, from the skill's answers and, to forget nothing, the old families.
 
 The tower stays; so do embeddings and head where they are one tensor, as in demo-smol, which knows English: the other demos
 learned each word either to read or to write. The loss is the cross entropy of answer tokens. What is shipped is an average over
@@ -7,7 +7,7 @@ the last steps.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,23 +23,54 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from eval.demo.measure import answers, messages
 from eval.demo.smol.adapter import adapt, adapters
 from eval.demo.smol.training import Training
+from eval.world.boxes import asked_boxes, box_rows
 from eval.world.describing import description_rows, descriptions
 from eval.world.questions import ASKERS
 from eval.world.rows import VARIANTS, images_of, sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
+from vlmcompress.evaluation.accuracy.grounding import correct, overlap
 
 EMA = 0.99
 OLD = 0.35  # share of batches with questions of the old families
-TOKENS = 100  # most that an answer takes
 
 Row = tuple[list[Image.Image], str, str]  # images, question, answer
+
+
+def words(answer: str, expected: str) -> float:
+    """The share of words that are right; 0 for another number of words."""
+    a, b = np.array(answer.split()), np.array(expected.split())
+    return float(np.mean(a == b)) if len(a) == len(b) else 0.0
+
+
+@dataclass(frozen=True)
+class Skill:
+    """What is learned: scenes with questions and answers by split and variant, and how answers are validated.
+
+    Attributes:
+        drawn: (split, variant) -> scene, question, answer and what else belongs to it, without end.
+        rows: (split, variant, number) -> rows to validate and to test on.
+        tokens: most tokens of an answer.
+        scores: name -> function of an answer and the expected one.
+    """
+
+    drawn: Callable[[str, str], Iterator]
+    rows: Callable[[str, str, int], list[dict]]
+    tokens: int
+    scores: dict[str, Callable[[str, str], float | None]]
+
+
+SKILLS = {
+    "describe": Skill(descriptions, description_rows, 100, {"exact": lambda a, b: float(a == b), "words": words}),
+    "boxes": Skill(asked_boxes, box_rows, 24, {"right": correct, "overlap": overlap}),
+}
 
 
 @dataclass
 class Plan:
     """Settings of a training, from the command line."""
 
+    skill: str
     folder: Path
     variant: str
     minutes: float
@@ -50,12 +81,12 @@ class Plan:
     rows: int = 24  # of validation
 
 
-class Describing(Training):
+class Teaching(Training):
     """State of one training."""
 
     def __init__(self, plan: Plan, state: Path):
         torch.manual_seed(plan.seed)
-        self.plan = plan
+        self.plan, self.skill = plan, SKILLS[plan.skill]
         self.model = AutoModelForImageTextToText.from_pretrained(plan.folder, dtype=torch.float32).requires_grad_(False)
         self.processor = AutoProcessor.from_pretrained(plan.folder)
         self.layers: nn.ModuleList = self.model.model.language_model.layers
@@ -76,7 +107,7 @@ class Describing(Training):
         """Train until the plan's minutes are over, saving at every validation."""
         plan, recent = self.plan, list[float]()
         random = Random(f"{plan.seed}/{self.step}")
-        scenes = islice(descriptions("train", plan.variant), self.step * plan.batch, None)
+        scenes = islice(self.skill.drawn("train", plan.variant), self.step * plan.batch, None)
         last = validated = time.process_time()
         while self.spent < plan.minutes * 60:
             rows = self.old(random) if random.random() < OLD else self.new(scenes)
@@ -102,9 +133,9 @@ class Describing(Training):
         return self.plan.rate * min(1.0, (self.step + 1) / 50) * min(1.0, 0.05 + left * 2)
 
     def new(self, scenes: Iterator) -> list[Row]:
-        """A batch of descriptions."""
+        """A batch of the skill."""
         drawn = islice(scenes, self.plan.batch)
-        return [([Image.fromarray(scene.draw()[0])], question, answer) for scene, question, answer in drawn]
+        return [([Image.fromarray(scene.draw()[0])], question, answer) for scene, question, answer, *_ in drawn]
 
     def old(self, random: Random) -> list[Row]:
         """A batch of questions of the frozen families, about fresh scenes."""
@@ -151,12 +182,11 @@ class Describing(Training):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Shares of validation answers that are right as a whole, and of their words."""
-        rows = description_rows("validation", self.plan.variant, self.plan.rows)
-        texts = answers(self.model, self.processor, rows, tokens=TOKENS)
-        pairs = [
-            (np.array(text.split()), np.array(row["answer"].split())) for text, row in zip(texts, rows, strict=True)
-        ]
-        words = [np.mean(a == b) if len(a) == len(b) else 0.0 for a, b in pairs]
-        exact = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
-        return {"exact": round(float(np.mean(exact)), 4), "words": round(float(np.mean(words)), 4)}
+        """The mean of each of the skill's scores on validation answers."""
+        rows = self.skill.rows("validation", self.plan.variant, self.plan.rows)
+        texts = answers(self.model, self.processor, rows, tokens=self.skill.tokens)
+        pairs = [(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
+        return {
+            name: round(float(np.mean([score(*pair) or 0.0 for pair in pairs])), 4)
+            for name, score in self.skill.scores.items()
+        }
