@@ -48,8 +48,6 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     kind, decoder = str(config.get("model_type")), config["text_config"].get("model_type")
     if kind == "internvl" and decoder != "qwen3":
         raise UserError(f"mlx-vlm's class has a decoder of the type qwen3, not {decoder}")
-    if kind == "llava_next":  # 0.7.10, `_merge_input_ids_with_image_features`: a tile for each image, padding stays
-        raise UserError("mlx-vlm puts an image's tiles together in another way, so that answers about images are wrong")
     tied = config["text_config"].get("tie_word_embeddings", config.get("tie_word_embeddings", True))
     if tied and kind in _OWN_HEADS:
         raise UserError("mlx-vlm's class has an output head of its own, and the model's is tied to the embedding")

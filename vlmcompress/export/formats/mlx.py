@@ -147,7 +147,7 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
     """
     engine, (architecture, *_) = ENGINES["mlx"], config.get("architectures") or [""]
     if architecture not in (engine.architectures or ()):
-        return [f"mlx: family {family}: {engine.title} has no class for {architecture}; write another format"]
+        return [f"mlx: family {family}: {engine.title}: {engine.absent.format(architecture)}; write another format"]
     try:
         published(config)
     except UserError as error:
