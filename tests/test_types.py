@@ -12,7 +12,21 @@ from tests.kit.places import ROOT
 # Reading these takes nine tenths of mypy's time. Unread, all that comes of them has any type.
 LARGE = (
     *("transformers", "vllm", "datasets", "lm_eval", "llmcompressor", "compressed_tensors", "ray", "openai", "sklearn"),
-    *("chardet", "aiohttp", "httpx", "mcp", "rich", "cryptography", "gguf", "pandas", "scipy", "sympy", "openvino"),
+    *(
+        "chardet",
+        "aiohttp",
+        "httpx",
+        "mcp",
+        "rich",
+        "cryptography",
+        "gguf",
+        "pandas",
+        "scipy",
+        "sympy",
+        "openvino",
+        "mlx",
+        "mlx_vlm",
+    ),
     *("pyarrow", "peft", "accelerate", "IPython", "_pytest"),
     *("torch._inductor", "torch._dynamo", "torch._export", "torch._functorch", "torch._refs", "torch.fx.experimental"),
     *("torch.onnx", "torch.testing"),

@@ -54,7 +54,7 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
     assert "codes without their scales; take eval --engine vllm (" in capfd.readouterr().err
     assert cli.main(["eval", str(tmp_path / "fp8"), "--baseline", str(DEMO_LLAVA), "--engine", "llamacpp"]) == 2
     assert (
-        "it reads GGUF, not compressed-tensors; take eval --engine vllm or hf (--baseline-engine, "
+        "it reads GGUF, not compressed-tensors; take eval --engine vllm or hf or mlx (--baseline-engine, "
         in capfd.readouterr().err
     )
 

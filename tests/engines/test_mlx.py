@@ -23,7 +23,7 @@ from vlmcompress.engines.vllm import PYTHON_VARIABLE
 from vlmcompress.engines.vllm.serve import free_port
 from vlmcompress.export import readers
 from vlmcompress.export.formats import _mlx_config
-from vlmcompress.export.formats import mlx as exporter
+from vlmcompress.models import all_specs
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, Signals
@@ -77,10 +77,10 @@ def test_the_server_gets_what_it_has(tmp_path, capsys):
 def test_a_reducer_is_not_lost_on_the_way(tmp_path, capsys):
     folder = build("llava", tmp_path / "folder")
     write_reducer(folder, "divprune:0.5")
-    with pytest.raises(ValueError, match=r"^in MLX fewer tokens are for .* by .*, not for llava by divprune$"):
+    with pytest.raises(ValueError, match=r"^in MLX fewer tokens are for .* by .*, not for Llava by divprune$"):
         mlx_worker.start(job(folder, tmp_path))
     assert main(["serve", str(folder), "--engine", "mlx"]) == 2
-    assert "not for llava by divprune" in capsys.readouterr().err
+    assert "not for Llava by divprune" in capsys.readouterr().err
     folder = build(FAST, tmp_path / "other")
     write_reducer(folder, "divprune:0.5,merge=nearest")
     with pytest.raises(ValueError, match="^in MLX the reducer divprune has no option merge$"):
@@ -94,10 +94,15 @@ def write_reducer(folder: Path, reducer: str) -> None:
 
 
 @pytest.mark.parametrize("method", mlx_reducers.METHODS)
-def test_methods_choose_as_ours(method):
+def test_methods_choose_as_ours(method, tmp_path):
     """Oracle: the methods in torch."""
     assert sorted(mlx_reducers.METHODS) == [*readers.ENGINES["mlx"].reducers]
-    assert [name.replace("-", "_") for name in exporter.REDUCED] == [*mlx_reducers.MODEL_TYPES]
+    classes = [
+        json.loads((build(spec.family, tmp_path / spec.family) / "config.json").read_text())["architectures"][0]
+        for spec in all_specs()
+        if spec.mlx.fewer_tokens
+    ]
+    assert {name.removesuffix("ForConditionalGeneration") for name in classes} == {*mlx_reducers.CLASSES}
     noise = torch.Generator().manual_seed(0)
     for grid, keep in (((1, 1, 1), 0.5), ((1, 5, 7), 0.3), ((1, 12, 9), 0.5), ((2, 6, 4), 0.25), ((1, 4, 4), 1.0)):
         rows = torch.randn(math.prod(grid), 24, generator=noise)

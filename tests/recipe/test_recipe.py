@@ -155,7 +155,7 @@ ERRORS = [
     ("scheme: rtn\ncalibrate: 3", "calibrate is 3, it should be"),
     ("scheme: rtn\ncalibrate: {samples: '64'}", 'calibrate.samples is "64", it should be a valid integer'),
     ("scheme: rtn\ncalibrate: {samples: 0}", "calibrate.samples is 0, it should be greater than or equal to 1"),
-    ("scheme: rtn\nvision: fp9", "vision is \"fp9\", it should be 'bf16', 'fp8' or 'int8'"),
+    ("scheme: rtn\nvision: fp9", "vision is \"fp9\", it should be 'bf16', 'fp8', 'int8' or 'w8a16'"),
     ("scheme: rtn\nkv_cache: int8", "kv_cache is \"int8\", it should be 'fp8'"),
     ("scheme: rtn\nskip: lm_head", 'skip is "lm_head", it should be a valid'),
     ("scheme: rtn\nskip: ['(']", "'\\(' is not a regular expression"),

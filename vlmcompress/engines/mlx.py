@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmcompress.engines import mlx_reducers
 from vlmcompress.engines.local import OFFLINE, Local
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, available, interpreter
 from vlmcompress.engines.vllm.serve import check_port, example
@@ -49,6 +48,8 @@ def serve(folder: str | Path, host: str, port: int, refused: Sequence[str], extr
     Raises:
         UserError: there is no such checkpoint, mlx-vlm is missing or would not load it, or the port is taken.
     """
+    from vlmcompress.engines import mlx_reducers  # it imports numpy
+
     folder = Path(folder).resolve()
     if refused:
         raise UserError(f"mlx-vlm's server has no {refused[0]}; leave it out")

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+CLASSES = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # ...ForConditionalGeneration
 OPTIONS = ("method", "keep", "temperature")  # a checkpoint has those that are not at their defaults
 
 
@@ -82,11 +82,11 @@ def refusal(config: dict) -> str:
     if not block:
         return ""
     reduce = block.get("reduce") or {}
-    if config.get("model_type") not in MODEL_TYPES or reduce.get("method") not in METHODS:
-        return (
-            f"in MLX fewer tokens are for {', '.join(MODEL_TYPES)} by {', '.join(METHODS)}, not for "
-            f"{config.get('model_type')} by {reduce.get('method')}"
-        )
+    name = str((config.get("architectures") or [""])[0]).removeprefix("Vlmcompress")
+    name = name.removesuffix("ForConditionalGeneration")
+    if name not in CLASSES or reduce.get("method") not in METHODS:
+        sides = f"{', '.join(CLASSES)} by {', '.join(METHODS)}", f"{name} by {reduce.get('method')}"
+        return f"in MLX fewer tokens are for {sides[0]}, not for {sides[1]}"
     odd = [name for name in reduce if name not in OPTIONS]
     return f"in MLX the reducer {reduce['method']} has no option {odd[0]}" if odd else ""
 

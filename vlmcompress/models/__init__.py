@@ -60,6 +60,7 @@ from vlmcompress.models._read import (
     asides,
     check_files,
     checkpoint_bytes,
+    family_of,
     mixture,
     quantization_block,
     quantization_method,
@@ -71,7 +72,7 @@ from vlmcompress.models._read import (
     stored_tensors,
     tensor_headers,
 )
-from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, MlxClass, ModelSpec
 from vlmcompress.models._stream import Stream, Values, stream
 from vlmcompress.models._types import FloatType
 from vlmcompress.models._vocabulary import (

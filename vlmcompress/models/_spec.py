@@ -97,6 +97,28 @@ class DraftHead:
 
 
 @dataclass(frozen=True)
+class MlxClass:
+    """How mlx-vlm's class of a family differs from transformers'.
+
+    Attributes:
+        head: whether it always has an output head of its own, always ties it to the embedding, or follows config.json.
+        decoder: the only model type of a decoder that it has; empty: as transformers.
+        full_attention: the config key with the distance between layers of full attention, which it takes for regular; empty:
+            it reads `layer_types`, or has layers of one kind.
+        tower_type: whether it reads the model's own type in `vision_config`.
+        flat: whether it reads the decoder's entries at the top of config.json.
+        fewer_tokens: whether `engines/mlx_reducers.py` was run with it.
+    """
+
+    head: Literal["own", "tied", "either"] = "either"
+    decoder: str = ""
+    full_attention: str = ""
+    tower_type: bool = False
+    flat: bool = False
+    fewer_tokens: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One family of vision-language models.
 
@@ -162,6 +184,7 @@ class ModelSpec:
         vllm_cpu: why vLLM's CPU build cannot run the family; None if it can.
         tool_calls: vLLM's parser for the family's tool calls, and a string in the chat template that identifies their
             format; None if vLLM has no such parser.
+        mlx: how mlx-vlm's class differs, for families that it has.
     """
 
     family: str
@@ -209,6 +232,7 @@ class ModelSpec:
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
     tool_calls: tuple[str, str] | None = None
+    mlx: MlxClass = MlxClass()
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json with missing `text_defaults` filled in."""

@@ -32,6 +32,7 @@ def vlm(request, loaded) -> VLM:
     larger = {
         "gemma4": {"max_soft_tokens": 280},
         "gemma4-moe": {"max_soft_tokens": 280},
+        "gemma4-unified": {"max_soft_tokens": 280},
         "qwen2-vl": {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 100}},
         "qwen2-5-vl": {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 100}},
         "mistral3": {"size": {"longest_edge": 224}},

@@ -130,16 +130,16 @@ def thumbnail(png: str, regions: Mapping[str, str] = MappingProxyType({})) -> tu
         drawn = {side: place for side, text in regions.items() if (place := region(text))}
         if drawn:
             scale = max(1, THUMBNAIL // max(image.size))
-            image = image.convert("RGB").resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
-            pen = ImageDraw.Draw(image)
+            picture = image.convert("RGB").resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+            pen = ImageDraw.Draw(picture)
             for side, place in drawn.items():
-                x, y, *far = (share * image.size[axis % 2] for axis, share in enumerate(place))
+                x, y, *far = (share * picture.size[axis % 2] for axis, share in enumerate(place))
                 # A point is a small square; an inverted box, which has no area, is drawn all the same.
                 x2, y2 = far or (x + 4, y + 4)
                 pen.rectangle((min(x, x2), min(y, y2), max(x, x2), max(y, y2)), outline=OUTLINES[side], width=2)
-            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            picture.thumbnail((THUMBNAIL, THUMBNAIL))
             buffer = io.BytesIO()
-            image.save(buffer, "PNG")
+            picture.save(buffer, "PNG")
             return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}", False
         if max(image.size) <= THUMBNAIL:
             return f"data:image/png;base64,{png}", max(image.size) <= THUMBNAIL // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from vlmcompress.models import MlxClass, family_of
 from vlmcompress.utils.errors import UserError
 
 _PATHS = (
@@ -20,8 +21,6 @@ _PATHS = (
     ("model.", ("",)),
 )
 """Prefix of a memory name -> prefixes of the module's path in mlx-vlm, first match wins."""
-_OWN_HEADS = ("idefics3", "smolvlm")
-_COUNTED = {"gemma3": "sliding_window_pattern", "qwen3_5": "full_attention_interval"}
 
 
 def module_paths(name: str) -> list[str]:
@@ -45,27 +44,28 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(config.get("text_config"), Mapping):
         return dict(config)  # as published
-    kind, decoder = str(config.get("model_type")), config["text_config"].get("model_type")
-    if kind == "internvl" and decoder != "qwen3":
-        raise UserError(f"mlx-vlm's class has a decoder of the type qwen3, not {decoder}")
+    spec, decoder = family_of(config), config["text_config"].get("model_type")
+    mlx = spec.mlx if spec else MlxClass()
+    if mlx.decoder not in ("", decoder):
+        raise UserError(f"mlx-vlm's class has a decoder of the type {mlx.decoder}, not {decoder}")
     tied = config["text_config"].get("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    if tied and kind in _OWN_HEADS:
+    if tied and mlx.head == "own":
         raise UserError("mlx-vlm's class has an output head of its own, and the model's is tied to the embedding")
-    if not tied and kind == "gemma4":
+    if not tied and mlx.head == "tied":
         raise UserError("mlx-vlm's class ties the output head to the embedding; leave it so, and in bf16")
-    text = {**_legacy(config["text_config"], kind), **config["text_config"]}
+    text = {**_legacy(config["text_config"], mlx), **config["text_config"]}
     if "mm_tokens_per_image" in config:
         text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
     result = {**config, "text_config": text}
-    if kind.startswith("qwen") and isinstance(config.get("vision_config"), Mapping):
-        result["vision_config"] = {**config["vision_config"], "model_type": kind}
-    if kind in ("qwen2_vl", "qwen2_5_vl"):  # mlx-vlm reads the decoder's entries at the top
+    if mlx.tower_type and isinstance(config.get("vision_config"), Mapping):
+        result["vision_config"] = {**config["vision_config"], "model_type": config["model_type"]}
+    if mlx.flat:
         result = {key: value for key, value in text.items() if key not in ("model_type", "dtype")} | result
     return result
 
 
-def _legacy(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Entries of a decoder's config, of a model type `kind`, under the names of transformers 4."""
+def _legacy(text: Mapping[str, Any], mlx: MlxClass) -> dict[str, Any]:
+    """Entries of a decoder's config under the names of transformers 4."""
     rope, entries = text.get("rope_parameters") or {}, dict[str, Any]()
     if "rope_theta" in rope:
         entries["rope_theta"] = rope["rope_theta"]
@@ -73,19 +73,18 @@ def _legacy(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
         entries |= {key: scaling[key] for key in ("partial_rotary_factor",) if key in scaling}
         if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
             entries["rope_scaling"] = {"type": rope.get("rope_type", "default"), **scaling}
-    elif kind == "gemma3" and rope:
+    elif mlx.full_attention and rope:
         whole, near = rope["full_attention"], rope["sliding_attention"]
         entries["rope_theta"] = entries["rope_global_base_freq"] = whole["rope_theta"]
         entries["rope_local_base_freq"] = near["rope_theta"]
         if whole.get("rope_type", "default") != "default":
             entries["rope_scaling"] = {key: value for key, value in whole.items() if key != "rope_theta"}
     layers = text.get("layer_types") or []
-    key = next((key for prefix, key in _COUNTED.items() if kind.startswith(prefix)), "")
-    if key and layers:
+    if mlx.full_attention and layers:
         step = layers.index("full_attention") + 1 if "full_attention" in layers else len(layers) + 1
         if any((layer == "full_attention") != (i % step == 0) for i, layer in enumerate(layers, 1)):
             raise UserError(f"mlx-vlm takes each {step}th layer for full attention, and layer_types has another order")
-        entries[key] = step
+        entries[mlx.full_attention] = step
     for override in (text.get("per_layer_config") or {}).values():  # Gemma 4: those with full attention
         entries |= {f"global_{key}": override[key] for key in ("head_dim",) if key in override}
         if "num_key_value_heads" in override:

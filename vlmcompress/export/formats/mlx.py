@@ -31,6 +31,7 @@ from torch import Tensor
 from vlmcompress.export.formats._mlx_config import memory_name, module_paths, published
 from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.export.readers import ENGINES
+from vlmcompress.models import all_specs
 from vlmcompress.models.layer_names import Layers, Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import FLOAT8, MXFP4, MXFP8, NVFP4, Format, QTensor, Scheme, pack_fp4, unpack_fp4
@@ -42,7 +43,6 @@ KV_SCALES = None
 VOCABULARY = True
 GROUP_SIZE = 64  # as mlx-vlm's own conversion
 _FLOATS = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
-REDUCED = ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3-5", "qwen3-5-moe")
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
 
@@ -157,18 +157,18 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
 
 def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
     """The message that a reducer does not run in MLX (`engines/mlx_reducers.py`); None if it does."""
-    methods = ENGINES["mlx"].reducers
-    if family in REDUCED and reducer["method"] in methods and not {"merge", "similar"} & reducer.keys():
+    methods, families = ENGINES["mlx"].reducers, [spec.family for spec in all_specs() if spec.mlx.fewer_tokens]
+    if family in families and reducer["method"] in methods and not {"merge", "similar"} & reducer.keys():
         return None
     return (
-        f"MLX runs {', '.join(methods)} alone, without merging, for {', '.join(REDUCED)}; "
+        f"MLX runs {', '.join(methods)} alone, without merging, for {', '.join(families)}; "
         "make images smaller with --reduce resize:SHARE, or write compressed-tensors"
     )
 
 
 def check(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for unsupported settings of the config block or of a layer in it."""
-    read, layers = {"group_size", "bits", "mode", "symmetric"}, {}
+    read, layers = {"group_size", "bits", "mode", "symmetric"}, dict[str, Any]()
     for key, value in config.items():
         layers |= {key: value} if isinstance(value, (Mapping, bool)) and key not in read else {}
     refuse_unknown(config, read | layers.keys(), {"quant_method"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vlmcompress.models._spec import ATTENTION_OUT, DOWN, GATE_UP, QKV, QWEN_ENGINE, DraftHead
+from vlmcompress.models._spec import ATTENTION_OUT, DOWN, GATE_UP, QKV, QWEN_ENGINE, DraftHead, MlxClass
 from vlmcompress.models.families import qwen2_5_vl
 
 SPEC = replace(
@@ -21,4 +21,5 @@ SPEC = replace(
     hub_prefixes=(),
     engine_prefixes=QWEN_ENGINE,
     draft=DraftHead("mtp", "num_nextn_predict_layers"),
+    mlx=MlxClass(),
 )

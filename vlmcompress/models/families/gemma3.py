@@ -19,6 +19,7 @@ from vlmcompress.models._spec import (
     LLAVA_MAPPER,
     QKV,
     LinearGroup,
+    MlxClass,
     ModelSpec,
 )
 
@@ -72,4 +73,5 @@ SPEC = ModelSpec(
     engine_prefixes=LLAVA_ENGINE,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_ENGINE,
+    mlx=MlxClass(full_attention="sliding_window_pattern"),
 )

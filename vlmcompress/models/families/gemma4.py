@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import DOWN, QKV, LinearGroup, ModelSpec, Prefixes
+from vlmcompress.models._spec import DOWN, QKV, LinearGroup, MlxClass, ModelSpec, Prefixes
 
 ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),
@@ -88,4 +88,5 @@ SPEC = ModelSpec(
     engine_prefixes=ENGINE,
     engine_mapper=(*ENGINE, ("model", "language_model.model")),
     tool_calls=("gemma4", "<|tool_call>"),
+    mlx=MlxClass(head="tied"),
 )

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, square_patches
-from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec
+from vlmcompress.models._spec import CLIP, LLAMA, MlxClass, ModelSpec
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -72,4 +72,5 @@ SPEC = ModelSpec(
     visual_grid="tiles",
     vision_joint=("self_attn", "layer_norm2"),
     merging_towers=(("idefics3_vision", "full"), ("smolvlm_vision", "full")),
+    mlx=MlxClass(head="own"),
 )

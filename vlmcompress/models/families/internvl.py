@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, side_length, square_patches
-from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, ModelSpec
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, MlxClass, ModelSpec
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -84,4 +84,5 @@ SPEC = ModelSpec(
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_MAPPER,
+    mlx=MlxClass(decoder="qwen3"),
 )

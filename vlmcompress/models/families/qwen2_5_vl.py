@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, MlxClass, ModelSpec
 from vlmcompress.models.families import qwen2_vl
 
 SPEC = ModelSpec(
@@ -33,4 +33,5 @@ SPEC = ModelSpec(
     engine_mapper=QWEN2_MAPPER,
     hub_prefixes=QWEN2_HUB,
     tool_calls=("hermes", "<tool_call>"),
+    mlx=MlxClass(tower_type=True, flat=True, fewer_tokens=True),
 )

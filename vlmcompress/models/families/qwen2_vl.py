@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, MlxClass, ModelSpec
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -93,4 +93,5 @@ SPEC = ModelSpec(
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN2_MAPPER,
     hub_prefixes=QWEN2_HUB,
+    mlx=MlxClass(tower_type=True, flat=True, fewer_tokens=True),
 )

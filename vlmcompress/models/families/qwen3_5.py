@@ -6,7 +6,7 @@ Three of four blocks mix tokens by a Gated DeltaNet, a linear attention with a r
 
 from __future__ import annotations
 
-from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
+from vlmcompress.models._spec import GATED_DELTA_NET, LLAMA, MTP, QWEN3_TOWER, QWEN_ENGINE, MlxClass, ModelSpec
 from vlmcompress.models.families import qwen2_vl, qwen3_vl
 
 SPEC = ModelSpec(
@@ -36,4 +36,5 @@ SPEC = ModelSpec(
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
     tool_calls=("qwen3_coder", "<function="),
+    mlx=MlxClass(full_attention="full_attention_interval", tower_type=True, fewer_tokens=True),
 )

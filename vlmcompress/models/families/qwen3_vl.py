@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, ModelSpec
+from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, MlxClass, ModelSpec
 from vlmcompress.models.families import qwen2_vl
 
 
@@ -48,4 +48,5 @@ SPEC = ModelSpec(
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
     tool_calls=("hermes", "<tool_call>"),
+    mlx=MlxClass(tower_type=True, fewer_tokens=True),
 )

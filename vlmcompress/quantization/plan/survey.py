@@ -141,7 +141,8 @@ class Survey:
     @cached_property
     def vision_groups(self) -> list[Group]:
         """The vision tower's groups of layers that are quantized: each as a whole, as an engine may fuse it."""
-        columns = max(1, self.vision_method.scheme.weights.group) if self.vision_method else 1
+        scheme = self.vision_method.scheme if self.vision_method else None
+        columns = max(1, scheme.weights.group) if scheme else 1
         return [
             group
             for group in vision_candidates(self.recipe, self.source)
