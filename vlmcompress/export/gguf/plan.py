@@ -54,7 +54,7 @@ class TensorPlan:
 
 
 def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list[TensorPlan]:
-    """The tensors of a file, in the order of the rules; `side`: "language" or "vision"."""
+    """The tensors of a file, by block and then in the order of the rules; `side`: "language" or "vision"."""
     plans, scales = [], dict[str, Tensor]()
     for rule in model.rules:
         pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
@@ -72,7 +72,8 @@ def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list
             if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source, known once these are packed
                 name, count = target.removesuffix("weight") + "scale", (len(sources),)
                 plans.append(TensorPlan(name, (), "F32", count, functools.partial(map, scales.pop, sources)))
-    return plans
+    # layers of a group are rounded together, and held until they are written
+    return sorted(plans, key=lambda plan: int(block[1]) if (block := re.search(r"\.(\d+)\.", plan.name)) else -1)
 
 
 def check_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
