@@ -224,6 +224,7 @@ def test_lines_are_short(page):
         ("simulate_statistics", "statistics"),
         ("simulate_statistics", "images"),
         ("full_size", "full_size"),
+        ("full_width", "full_width"),
         ("peers", "peers"),
         ("growth", "growth"),
     ],

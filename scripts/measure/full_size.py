@@ -50,14 +50,15 @@ DELETED = ("copy", "gguf", "awq")  # and those that none does
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
-def write_model(folder: Path) -> None:
-    """Write the checkpoint a shard at a time, so that it takes 2 GB of memory."""
+def write_model(folder: Path, blocks: int = 28) -> None:
+    """Write the checkpoint a shard at a time, so that it takes 2 GB of memory; `blocks`: of the decoder."""
     import torch
     from gpu import shapes
     from safetensors.torch import save_file
     from transformers import AutoModelForImageTextToText
 
     shape = shapes.FULL["qwen2.5-vl-7b"]
+    shape = dataclasses.replace(shape, text={**shape.text, "num_hidden_layers": blocks})
     config = shapes.config(shape)
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.dtype = torch.bfloat16
