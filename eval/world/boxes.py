@@ -50,8 +50,8 @@ def written(numbers: tuple[int, ...]) -> str:
     return f"[{','.join(f'.{number:02d}' for number in numbers)}]"
 
 
-def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box]]:
-    """Scenes with a question, its answer and the thing's box, without end: a function of the arguments alone."""
+def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box, str]]:
+    """Scenes with a question, its answer, the thing's box and the family, without end: a function of the arguments alone."""
     for number in count():
         rng = Random(_BASE + SPLITS[split][0] + number)
         scene = sample_scene(rng, rng.choice(VARIANTS[variant]), split)
@@ -59,16 +59,15 @@ def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box
             name, kind = rng.choice(sorted(named)), rng.choice(tuple(QUESTIONS))
             left, top, right, bottom = box = box_of(scene, *named[name])
             answer = box if kind == "box" else ((left + right) // 2, (top + bottom) // 2)
-            yield scene, QUESTIONS[kind].format(name), written(answer), box
+            yield scene, QUESTIONS[kind].format(name), written(answer), box, kind
 
 
 def box_rows(split: str, variant: str, number: int) -> list[dict]:
     """The first `number` rows, as those of frozen families (`rows.family_rows`); `answer` is the thing's box, always."""
     rows = []
-    for scene, question, _, box in asked_boxes(split, variant):
+    for scene, question, _, box, family in asked_boxes(split, variant):
         if len(rows) == number:
             return rows
-        family = next(kind for kind, form in QUESTIONS.items() if question.startswith(form.partition("{")[0]))
         image = png(scene.draw()[0])
         name = f"{split}-{variant}-{family}-{len(rows):04d}"
         rows.append({"id": name, "image": [image], "question": question, "answer": written(box), "family": family})

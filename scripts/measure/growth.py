@@ -10,14 +10,13 @@ JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
-from process_cost import process_cost
+from process_cost import process_cost, work_or_render
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,13 +41,8 @@ def render(rows: list[dict]) -> str:
 
 def main() -> None:
     """Measure or render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 1 GB")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    args = parser.parse_args()
+    args = work_or_render(__doc__, "1 GB")
     if not args.render:
-        if args.work is None:
-            parser.error("--work DIR is needed")
         from tests.kit import tiny
         from vlmcompress.evaluation.speed.prompts import dead_leaves
 

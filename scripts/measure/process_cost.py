@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -12,6 +13,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def work_or_render(doc: str, room: str) -> argparse.Namespace:
+    """The arguments of a script that measures in a folder, with `room` for so much, or prints its table."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, metavar="DIR", help=f"a place for {room}")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not args.render and args.work is None:
+        parser.error("--work DIR is needed")
+    return args
 
 
 def process_cost(command: list[str], folder: Path, core: int | None = None) -> dict[str, float]:

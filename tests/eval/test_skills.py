@@ -73,7 +73,7 @@ def test_what_the_repository_has_is_small(file):
 
 def test_boxes_are_of_what_is_drawn():
     """The pixels outside a thing's box are those of the scene without the thing, and all four sides touch what is drawn."""
-    for scene, _, answer, box in islice(asked_boxes("test", "qwen"), 40):
+    for scene, _, answer, box, _ in islice(asked_boxes("test", "qwen"), 40):
         place = next(spot for spot in things(scene).values() if box_of(scene, *spot) == box)
         empty = replace(scene, cells=[Cell("nothing")] * len(scene.cells))
         alone = replace(empty, cells=list(empty.cells))

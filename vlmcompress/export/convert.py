@@ -100,6 +100,7 @@ def convert(
         memory={name: parameter for parameter, name in written.items()},
         family=stored.spec.family,
         shard_size=shard_size,
+        mmproj=mmproj,
     )
     with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
         return write(checkpoint, out, overwrite=overwrite, progress=progress)

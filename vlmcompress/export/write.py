@@ -77,6 +77,7 @@ class Checkpoint:
         family: name of the model's family.
         extra_files: name of an additional or changed file -> bytes, or data that are written as JSON.
         shard_size: largest weight file.
+        mmproj: the recipe's.
         work: the folder of the run's finished work, which keeps finished weight files until all are; None: nothing does.
         errors: layer -> its errors, for the manifest. Reading a layer may add them, and `work` keeps them with the files.
     """
@@ -95,6 +96,7 @@ class Checkpoint:
     family: str
     extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
     shard_size: str | int = "5GB"
+    mmproj: str | None = None
     work: WorkFolder | None = None
     errors: dict[str, Any] = field(default_factory=dict)
 
@@ -193,7 +195,7 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
         config=config,
         image=processor.image_processor.to_dict(),
         title=checkpoint.original.name,
-        mmproj=(checkpoint.manifest()["recipe"].get("mmproj") or "").upper() or None,
+        mmproj=checkpoint.mmproj.upper() if checkpoint.mmproj else None,
     )
 
 

@@ -388,6 +388,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         family=plan.source.spec.family,
         extra_files=extra_files,
         shard_size=recipe.shard_size,
+        mmproj=recipe.mmproj,
         work=run.work,
         errors=errors,
     )

@@ -1,1 +1,1 @@
-"""Demo models that describe scenes in 30 to 60 words: low-rank adapters of their decoders, trained here, merged on demand."""
+"""Demo models with a skill, describing scenes or giving boxes: low-rank adapters of their decoders, merged on demand."""
