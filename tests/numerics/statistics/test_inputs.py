@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlmcompress.numerics.statistics import collect
 from vlmcompress.numerics.statistics import inputs as module
-from vlmcompress.numerics.statistics.collect import ROWS, Collector
-from vlmcompress.numerics.statistics.inputs import MODALITIES, GroupStats, quadratic
+from vlmcompress.numerics.statistics.collect import Collector
+from vlmcompress.numerics.statistics.inputs import MODALITIES, ROWS, GroupStats, quadratic
 
 WIDTH = 24
 
@@ -71,19 +72,20 @@ def test_no_mask_means_text():
     collector.add(batches()[0][0])
     stats = collector.finish()
     assert stats.count == {"text": 14, "vision": 0, "answer": 0}
-    assert list(stats._gram) == ["text"], "a modality that does not occur costs no memory"
+    assert list(stats._pending) == ["text"], "a modality that does not occur costs no memory"
 
 
 def test_absmax_alone_keeps_no_gram():
     """A method that needs maxima pays for maxima."""
     stats = collected(batches(), needs=["absmax"])
-    assert not stats._gram and not stats._abssum
+    assert not stats._gram and not stats._pending and not stats._abssum
     with pytest.raises(ValueError, match="'gram' was not collected"):
         stats.gram()
 
 
-def test_nothing_reads_a_gram_matrix_below_its_block_upper_triangle():
+def test_nothing_reads_a_gram_matrix_below_its_block_upper_triangle(monkeypatch):
     """There it has no values, and on a CPU no memory."""
+    monkeypatch.setattr(collect, "ROWS", 8)
     collector, x = Collector(300), torch.randn(8, 300)
     collector.add(x)
     stats = collector.finish()
@@ -138,6 +140,39 @@ def test_quadratic_form(rows, width, block, seed):
         module._BLOCK = before
     expected = torch.einsum("ri,ij,rj->r", d.double(), gram.double(), d.double())
     torch.testing.assert_close(traces.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 30, ROWS])
+def test_rows_that_are_not_multiplied_yet_count_everywhere(rows, monkeypatch):
+    """Oracle: sums of all, none and some rows of each modality are multiplied by the collector."""
+    monkeypatch.setattr(collect, "ROWS", rows)
+    data, weights = batches(), {"text": 0.5, "vision": 0.5, "answer": 2.0}
+    stats = collected(data)
+    x = [rows_of(data, code) for code in (1, 2, 3)]
+    expected = sum(w * part.T @ part for w, part in zip(weights.values(), x, strict=True))
+    torch.testing.assert_close(stats.gram(weights).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(stats.importance().double(), torch.cat(x).square().sum(0), rtol=1e-5, atol=1e-4)
+    dw, w = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+    errors = [(part @ dw.double().T).square().sum() / (part @ w.double().T).square().sum() for part in x]
+    assert list(stats.error(dw, w).values()) == pytest.approx([error.item() for error in errors], rel=1e-4)
+    again = GroupStats.from_state_dict(stats.state_dict())
+    assert torch.equal(again.gram(weights), stats.gram(weights)) and torch.equal(again.gram(), stats.gram())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [300, 1100])
+def test_products_lose_nothing(width, dtype):
+    """Oracle: float64. Products of rows in bfloat16 may be computed by instructions that round float32 to bfloat16; those of
+    other rows may not, and the setting is as before afterwards."""
+    x = torch.randn(400, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gram, cross = torch.zeros(width, width), torch.zeros(width, width)
+    before = torch.get_float32_matmul_precision()
+    module.add_product(gram, x[:, :width], 0.5, fresh=True)
+    module.add_cross(cross, x, 2.0)
+    assert torch.get_float32_matmul_precision() == before
+    left, right = x.double().split(width, 1)
+    for ours, exact in ((gram.triu(), (0.5 * left.T @ left).triu()), (cross, 2 * left.T @ right)):
+        assert (ours - exact).norm() < 1e-6 * exact.norm()
 
 
 def test_half_precision_inputs_are_accumulated_in_float32():

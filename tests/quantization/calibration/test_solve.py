@@ -102,7 +102,7 @@ def test_broken_statistics_name_the_layer(block):
     module = schemes.REGISTRY.get("awq")
     method = QuantMethod(module, module.Options())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
-    stats["down"]._gram["text"][3, 3] = float("inf")
+    stats["down"]._pending["text"][3, 3] = float("inf")
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     with pytest.raises(UserError, match="^down: the calibration statistics hold NaN or Inf; collect them again$"):
         solve_block([GATE_UP, DOWN], weights, stats, method, torch.float32)

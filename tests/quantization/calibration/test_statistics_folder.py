@@ -158,7 +158,9 @@ def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
         expected = solve_block(groups, weights, kept.stats[layer], plan.method, torch.bfloat16, norms=norms)
         apply(expected, modules)
         loaded_block = load_block(work, layer)
-        assert loaded_block.smoothing and loaded_block.errors == expected.errors
+        assert loaded_block.smoothing and loaded_block.errors.keys() == expected.errors.keys()
+        for name, errors in expected.errors.items():  # computed from rows, or from their Gram matrix
+            assert loaded_block.errors[name] == pytest.approx(errors, rel=1e-5)
         assert all(torch.equal(loaded_block.smoothing[op], scale.cpu()) for op, scale in expected.smoothing.items())
         for name, weight in expected.weights.items():
             loaded_weight = loaded_block.weights[name]

@@ -208,7 +208,7 @@ def test_broken_statistics_are_refused(name):
     """By all methods alike: none goes on as if nothing were to be gained."""
     method = REGISTRY.get(name)
     stats, weights = statistics(inputs(WIDTH)), [weight(16, WIDTH)]
-    stats._gram["vision"][3, 3] = float("nan")
+    stats._pending["vision"][3, 3] = float("nan")
     with pytest.raises(ValueError, match="calibration statistics hold NaN or Inf; collect them again"):
         smooth(method, weights, stats, method.Options())
         solve(method, weights, stats, method.Options(), torch.bfloat16)

@@ -1,23 +1,21 @@
 """Accumulate statistics of the inputs of a group of linear layers: the hot loop of calibration.
 
-Rows are gathered by modality until a matrix product is efficient, then read once: the Gram matrix, the sum of magnitudes and
-the maxima are computed from rows in cache. Nothing here waits for an accelerator: which rows belong to which modality is
-computed beforehand (`statistics.tokens`), and NaN or Inf are checked for at the end, as every sum that they enter keeps them.
+Rows are gathered by modality until a matrix product is efficient; where there are fewer, they are not multiplied before a sum
+is read (`statistics.inputs`). Nothing here waits for an accelerator: which rows belong to which modality is computed
+beforehand (`statistics.tokens`), and NaN or Inf are checked for at the end, as every sum that they enter keeps them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE, GroupStats, add_cross, add_product
+from vlmcompress.numerics.statistics.inputs import CROSS, ROWS, SAMPLE, GroupStats, add_cross, add_product
 from vlmcompress.numerics.statistics.tokens import Split
 from vlmcompress.numerics.statistics.tokens import split_modalities as split_by
 
-ROWS = 2048  # rows of a modality gathered for one product
 _CACHE = 2**17  # numbers processed at a time on a CPU: half a megabyte in float32
 
 
@@ -38,6 +36,7 @@ class Collector:
         # inputs
         self._waiting: dict[str, Tensor] = {}
         self._filled: dict[str, int] = {}
+        self._norms: Tensor | float = 0.0  # a sum of norms of rows, finite if all rows are
 
     @torch.no_grad()
     def add(self, x: Tensor, split: Split | Tensor | None = None, original: Tensor | None = None) -> None:
@@ -81,11 +80,14 @@ class Collector:
         self.settle()
         return self._trimmed()
 
-    def pooled(self, counts: Mapping[str, int], device: torch.device, total: Reduce, largest: Reduce) -> GroupStats:
+    def pooled(
+        self, counts: Mapping[str, int], workers: int, device: torch.device, total: Reduce, largest: Reduce
+    ) -> GroupStats:
         """The statistics of all workers' batches, after `settle`; every worker calls this.
 
         Args:
             counts: modality -> number of rows in all workers.
+            workers: number of workers; only rows of a single one may stay unmultiplied.
             total, largest: replace a tensor by the sum, or the maximum, over all workers.
         """
         stats, width, needs = self._stats, self._stats.width, self._stats.needs
@@ -94,10 +96,13 @@ class Collector:
             return values[name] if name in values else torch.zeros(shape, device=device)
 
         stats.count.update(counts)
+        for name, rows in [*stats._pending.items()] if workers > 1 else ():
+            self._multiply(name, rows)
+            del stats._pending[name]
         for name in (name for name, count in counts.items() if count):
-            if "gram" in needs:
+            if "gram" in needs and name not in stats._pending:
                 stats._gram[name] = total(local(stats._gram, name, width, width))
-            if CROSS in needs:
+            if CROSS in needs and name not in stats._pending:
                 stats._cross[name] = total(local(stats._cross, name, width, width))
             if "absmean" in needs:
                 stats._abssum[name] = total(local(stats._abssum, name, width))
@@ -108,15 +113,17 @@ class Collector:
 
     def settle(self) -> None:
         """Process the gathered rows. Raises ValueError for a NaN or Inf in rows that count."""
-        stats = self._stats
-        for name, rows in self._waiting.items():
-            self._visit(name, rows[: self._filled[name]])
+        for name, filled in self._filled.items():
+            if filled:
+                rows = self._waiting[name][:filled]
+                self._measure(name, rows)
+                if name in self._stats._gram or name in self._stats._cross:
+                    self._multiply(name, rows)
+                elif self._stats.needs & {"gram", CROSS}:
+                    self._stats._pending[name] = rows
         self._waiting, self._filled = {}, {}
-        # NaN and Inf propagate through sums, so a few sums of sums reveal them with a single device synchronization.
-        sums = [value for kind in (stats._absmax, stats._abssum) for value in kind.values()]
-        sums += [gram.diagonal() for gram in stats._gram.values()]
-        sums += [cross.sum(0) for cross in stats._cross.values()]
-        if sums and not torch.stack([value.sum() for value in sums]).isfinite().all():
+        # A single device synchronization.
+        if not torch.as_tensor(self._norms).isfinite():
             raise ValueError("the activations hold NaN or Inf")
 
     def _trimmed(self) -> GroupStats:
@@ -131,7 +138,8 @@ class Collector:
         filled = self._filled.get(name, 0)
         while len(rows):
             if not filled and len(rows) >= ROWS:  # enough rows without gathering: no copy
-                self._visit(name, rows[:ROWS])
+                self._measure(name, rows[:ROWS])
+                self._multiply(name, rows[:ROWS])
                 rows = rows[ROWS:]
                 continue
             waiting = self._waiting.get(name)
@@ -141,51 +149,37 @@ class Collector:
             waiting[filled : filled + fit].copy_(rows[:fit])
             rows, filled = rows[fit:], filled + fit
             if filled == ROWS:
-                self._visit(name, waiting)
+                self._measure(name, waiting)
+                self._multiply(name, waiting)
                 filled = 0
         self._filled[name] = filled
 
-    def _visit(self, name: str, rows: Tensor) -> None:
-        """Add `rows [n, in]` of a modality, or `[n, 2 in]` with differences to the 16-bit model, to its statistics."""
-        stats, width = self._stats, self._stats.width
-        if not len(rows):
-            return
-        # Rows are converted to float32 once, a part at a time, and magnitudes are computed while the part is in cache. A
-        # device that multiplies 16-bit numbers and accumulates in float32 needs no conversion: half the memory, the same
-        # products.
-        direct = rows.dtype != torch.float32 and wide_products(rows.device, rows.dtype)
-        wide = rows if direct or rows.dtype == torch.float32 else rows.new_empty(rows.shape, dtype=torch.float32)
-        step = max(16, _CACHE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
-        for part, target in zip(rows.split(step), wide.split(step), strict=True):
-            if wide is not rows:
-                target.copy_(part)
+    def _measure(self, name: str, rows: Tensor) -> None:
+        """Add the magnitudes of `rows` of a modality, `[n, in]` or `[n, 2 in]` with differences to the 16-bit model."""
+        stats, cpu = self._stats, rows.device.type == "cpu"
+        # On a CPU a part at a time, which stays in cache as float32.
+        for part in rows.split(max(16, _CACHE // rows.shape[1]) if cpu else ROWS):
+            part = part.float() if cpu else part
+            self._norms = self._norms + torch.linalg.vector_norm(part, dtype=torch.float32)
             if not stats.needs & {"absmax", "absmean"}:
                 continue
-            size = target[:, :width].abs()
+            size = part[:, : stats.width].abs()
             if "absmean" in stats.needs:  # float32 sums: bfloat16's eight bits are too few for many tokens
                 new, old = size.sum(0, dtype=torch.float32), stats._abssum.get(name)
                 stats._abssum[name] = new if old is None else old.add_(new)
             if "absmax" in stats.needs:
                 new, old = size.amax(0).float(), stats._absmax.get(name)
                 stats._absmax[name] = new if old is None else torch.maximum(old, new, out=old)
+
+    def _multiply(self, name: str, rows: Tensor) -> None:
+        """Add products of rows, as in `_measure`, to the sums of a modality."""
+        stats, width = self._stats, self._stats.width
         if "gram" in stats.needs:
             fresh = name not in stats._gram
             if fresh:  # not zeros: what lies below the block upper triangle stays unmapped on a CPU
                 stats._gram[name] = torch.empty(width, width, device=rows.device)
-            add_product(stats._gram[name], wide[:, :width], fresh=fresh)
+            add_product(stats._gram[name], rows[:, :width], fresh=fresh)
         if CROSS in stats.needs:
             if name not in stats._cross:
                 stats._cross[name] = torch.zeros(width, width, device=rows.device)
-            add_cross(stats._cross[name], wide[:, :width], wide[:, width:])
-
-
-@functools.cache
-def wide_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `device` multiplies matrices of a 16-bit `dtype` and sums and returns float32."""
-    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    tiny = torch.ones(16, 16, device=device, dtype=dtype)
-    try:
-        return bool((torch.mm(tiny, tiny, out_dtype=torch.float32) == 16).all())
-    except (RuntimeError, TypeError):
-        return False
+            add_cross(stats._cross[name], rows)

@@ -8,7 +8,8 @@ so one pass of forward computation serves GPTQ, AWQ's search, clipping, per-moda
 weighting of modalities. `G` costs `tokens * in^2` multiply-adds and `4 * in^2` bytes for each modality that occurs;
 absolute maxima and means cost next to nothing, so a method declares what it `needs`. A few rows of X are kept along with the
 maxima, for schemes that round activations: the effect of that rounding cannot be derived from sums. Only the block upper
-triangle of `G` is computed (the rest follows by symmetry).
+triangle of `G` is computed (the rest follows by symmetry). Of a modality with fewer than `ROWS` rows these are kept instead of
+`G`: they take less memory, a sum over modalities needs no matrix for each, and errors follow from them directly.
 
 With a balance (`statistics.balance`) modality m has the share `p_m` of the total, independent of its number of tokens `n_m`:
 
@@ -28,7 +29,9 @@ it depends on how earlier blocks were quantized.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from vlmcompress.numerics import row_chunks
 from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity, shares
 
 SAMPLE = 64  # rows kept of each modality
+ROWS = 2048  # rows of a modality multiplied at a time
 STORABLE = frozenset({"gram", "absmax", "absmean"})  # what can be stored
 CROSS = "cross"
 _LARGE = 2048  # columns of G computed at a time on an accelerator, where small products cost mostly their launch
@@ -60,6 +64,7 @@ class GroupStats:
         self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
         self._cross: dict[str, Tensor] = {}  # [in, in]
+        self._pending: dict[str, Tensor] = {}  # [at most ROWS, in or 2 in], X of modalities without these sums
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
@@ -78,13 +83,7 @@ class GroupStats:
         if self._merged is not None and weights is None:
             # (X / s)^T (X / s) = diag(1/s) G diag(1/s)
             return self._merged if self._scale is None else (self._merged / self._scale).div_(self._scale[:, None])
-        (first, weight), *others = self._weighed(weights).items()
-        total = torch.empty_like(self._gram[first])
-        for a, b in _blocks(self.width):  # below these rows of the block upper triangle a CPU has mapped no memory
-            rows = torch.mul(self._gram[first][a:b, a:], weight, out=total[a:b, a:])
-            for name, factor in others:
-                rows.add_(self._gram[name][a:b, a:], alpha=factor)
-        _finite(_mirror(total))
+        total = _finite(_mirror(self._sum(self._weighed(weights))))
         return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
 
     def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
@@ -98,17 +97,24 @@ class GroupStats:
                 "the statistics were collected without the cross-Gram matrix, which depends on the quantized blocks before; "
                 "leave them out and name calibration data"
             )
-        (first, weight), *others = self._weighed(weights).items()
-        total = self._cross[first] * weight
-        for name, weight in others:
-            total.add_(self._cross[name], alpha=weight)
+        weighed = self._weighed(weights)
+        total = torch.zeros(self.width, self.width, device=self._device)
+        for name, weight in weighed.items():
+            if name in self._pending:
+                add_cross(total, self._pending[name], weight)
+            else:
+                total.add_(self._cross[name], alpha=weight)
         return _finite(total if self._scale is None else (total / self._scale).div_(self._scale[:, None]))
 
     def importance(self) -> Tensor | None:
         """The diagonal of `gram()`, float32 `[in]`, without computing the matrix; None if no Gram matrix was collected."""
         if "gram" not in self.needs:
             return None
-        parts = [self._gram[name].diagonal() * weight for name, weight in self._weighed(None).items()]
+        weighed = self._weighed(None)
+        parts = [self._gram[name].diagonal() * weight for name, weight in weighed.items() if name in self._gram]
+        for name in weighed.keys() & self._pending.keys():
+            rows = self._pending[name][:, : self.width]
+            parts += [part.float().square().sum(0).mul_(weighed[name]) for part in rows.split(_BLOCK)]
         return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
 
     def merged(self) -> GroupStats:
@@ -175,9 +181,18 @@ class GroupStats:
 
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
-        grams = self._seen(self._gram, "gram")
-        traces = _traces([self._divided(dw), self._divided(w)], list(grams.values())).tolist()
-        return {name: error / size if size > 0 else 0.0 for name, error, size in zip(grams, *traces, strict=True)}
+        changes, names = [self._divided(dw), self._divided(w)], list(self._occurring())
+        totals = torch.zeros(2, len(names), dtype=torch.float64, device=dw.device)
+        if summed := [index for index, name in enumerate(names) if name in self._gram]:
+            totals[:, summed] = _traces(changes, [self._gram[names[index]] for index in summed])
+        for index, name in enumerate(names):
+            if name in self._pending:
+                outputs = self._pending[name][:, : self.width].float() @ torch.cat(changes).T
+                sizes = [output.square().sum(dtype=torch.float64) for output in outputs.split([len(dw), len(w)], 1)]
+                totals[:, index] += torch.stack(sizes)
+        return {
+            name: error / size if size > 0 else 0.0 for name, error, size in zip(names, *totals.tolist(), strict=True)
+        }
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2` by modality, over the sample
@@ -200,7 +215,9 @@ class GroupStats:
         state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
         if self.routed:
             state["borrowed"] = torch.tensor(self.borrowed)
-        state |= {f"gram.{name}": _pack(value) for name, value in self._gram.items()}
+        if "gram" in self.needs:
+            grams = self._gram | {name: self._sum({name: 1.0}) for name in self._pending}
+            state |= {f"gram.{name}": _pack(gram) for name, gram in grams.items()}
         state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
         for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
             state |= {f"{kind}.{name}": value for name, value in values.items()}
@@ -227,15 +244,38 @@ class GroupStats:
         """Factor of each modality's Gram matrix, without zeros; `weights` None: 1, or the factors of the balance."""
         if weights is None and self._shares is not None:  # w_m = N p_m / n_m
             weights = {m: p * sum(self.count.values()) / self.count[m] for m, p in self._shares.items()}
-        grams = self._seen(self._gram, "gram")
+        names = self._occurring()
         if weights is None:
-            return dict.fromkeys(grams, 1.0)
+            return dict.fromkeys(names, 1.0)
         if unknown := set(weights) - set(MODALITIES):
             raise ValueError(f"unknown modalities {sorted(unknown)}; known are {', '.join(MODALITIES)}")
-        chosen = {name: weights.get(name, 0.0) for name in grams}
+        chosen = {name: weights.get(name, 0.0) for name in names}
         if not any(chosen.values()):
-            raise ValueError(f"every modality that occurs ({', '.join(grams)}) has weight 0")
+            raise ValueError(f"every modality that occurs ({', '.join(names)}) has weight 0")
         return {name: weight for name, weight in chosen.items() if weight}
+
+    def _occurring(self) -> Iterable[str]:
+        """The modalities that occur, where Gram matrices are collected."""
+        return self._seen({**self._pending, **self._gram}, "gram")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter((self._gram or self._pending).values())).device
+
+    def _sum(self, weights: Mapping[str, float]) -> Tensor:
+        """The block upper triangle of `sum_m w_m X_m^T X_m`, float32 `[in, in]`."""
+        total = torch.empty(self.width, self.width, device=self._device)
+        for number, (name, weight) in enumerate(weights.items()):
+            if name in self._pending:
+                add_product(total, self._pending[name][:, : self.width], weight, fresh=not number)
+                continue
+            for a, b in _blocks(self.width):  # below these rows of the block upper triangle a CPU has mapped no memory
+                rows = self._gram[name][a:b, a:]
+                if number:
+                    total[a:b, a:].add_(rows, alpha=weight)
+                else:
+                    torch.mul(rows, weight, out=total[a:b, a:])
+        return total
 
     def _with(self, **changes: Any) -> GroupStats:
         new = copy.copy(self)
@@ -307,30 +347,29 @@ def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
     return _mirror(gram, block)
 
 
-def add_product(gram: Tensor, rows: Tensor, start: int = 0, end: int | None = None, *, fresh: bool = False) -> None:
-    """Add `rows^T rows` to the block upper triangle of `gram [in, in]`, in place, for columns `start` to `end`.
+def add_product(gram: Tensor, rows: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
+    """Add `weight rows^T rows` to the block upper triangle of `gram [in, in]`, in place.
 
-    The triangle is halved recursively, which makes the products as large as possible. `rows [tokens, in]` are float32, or 16
-    bits on an accelerator that accumulates in float32. `fresh`: `gram` has no values yet.
+    Args:
+        rows: `[tokens, in]`, any float dtype.
+        fresh: `gram` has no values yet.
     """
-    end = gram.shape[0] if end is None else end
+    with _factors(rows) as factors:
+        _add_triangle(gram, factors, weight, 0, len(gram), fresh)
+
+
+def _add_triangle(gram: Tensor, rows: Tensor, weight: float, start: int, end: int, fresh: bool) -> None:
+    """`add_product` for columns `start` to `end`, halved recursively, which makes the products as large as possible."""
     block = _multiplied(gram.device)
     blocks = -(-(end - start) // block)
     # the square right of it in one product, then both halves
     middle = start + block * (-(-blocks // 2)) if blocks > 1 else end
     left = rows[:, start:middle]
-    parts = [(start, left)] if blocks <= 1 else [(middle, rows[:, middle:end])]
-    for column, right in parts:
-        target = gram[start:middle, column:end]
-        if rows.dtype == gram.dtype:
-            target.addmm_(left.T, right, beta=0 if fresh else 1)
-        elif fresh:
-            target.copy_(torch.mm(left.T, right, out_dtype=gram.dtype))
-        else:
-            target.add_(torch.mm(left.T, right, out_dtype=gram.dtype))
+    column, right = (start, left) if blocks <= 1 else (middle, rows[:, middle:end])
+    _add(gram[start:middle, column:end], left, right, weight, fresh)
     if blocks > 1:
-        add_product(gram, rows, start, middle, fresh=fresh)
-        add_product(gram, rows, middle, end, fresh=fresh)
+        _add_triangle(gram, rows, weight, start, middle, fresh)
+        _add_triangle(gram, rows, weight, middle, end, fresh)
 
 
 def _multiplied(device: torch.device) -> int:
@@ -338,12 +377,56 @@ def _multiplied(device: torch.device) -> int:
     return _BLOCK if device.type == "cpu" else _LARGE
 
 
-def add_cross(cross: Tensor, rows: Tensor, others: Tensor) -> None:
-    """Add `rows^T others` to `cross [in, in]`, in place; dtypes as in `add_product`."""
-    if rows.dtype == cross.dtype:
-        cross.addmm_(rows.T, others)
-    else:
-        cross.add_(torch.mm(rows.T, others, out_dtype=cross.dtype))
+def add_cross(cross: Tensor, rows: Tensor, weight: float = 1.0) -> None:
+    """Add `weight X^T D` to `cross [in, in]`, in place, for `rows [tokens, 2 in]` of X and D side by side."""
+    with _factors(rows) as factors:
+        _add(cross, *factors.split(len(cross), 1), weight, False)
+
+
+def _add(target: Tensor, left: Tensor, right: Tensor, weight: float, fresh: bool) -> None:
+    """Add `weight left^T right` to `target`, or write it there if that is `fresh`.
+
+    The product is rounded before it is weighted, so that a sum is the same whether its terms were stored or not.
+    """
+    step, wide = 2 * _multiplied(target.device), {} if left.dtype == target.dtype else {"out_dtype": target.dtype}
+    for columns, rows in zip(left.split(step, 1), target.split(step), strict=True):
+        if fresh and not wide:
+            torch.mm(columns.T, right, out=rows).mul_(weight)
+        elif fresh:
+            torch.mul(torch.mm(columns.T, right, **wide), weight, out=rows)
+        else:
+            rows.add_(torch.mm(columns.T, right, **wide), alpha=weight)
+
+
+@contextmanager
+def _factors(rows: Tensor) -> Iterator[Tensor]:
+    """`rows` in a dtype whose products are summed in float32 within the context.
+
+    Rows in bfloat16 lose nothing where float32 factors may be rounded to bfloat16: a CPU with such instructions is then twice
+    as fast.
+    """
+    if rows.dtype == torch.float32 or wide_products(rows.device, rows.dtype):
+        yield rows
+        return
+    before = torch.get_float32_matmul_precision()
+    try:
+        if rows.dtype == torch.bfloat16:
+            torch.set_float32_matmul_precision("medium")
+        yield rows.float()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@functools.cache
+def wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `device` multiplies matrices of a 16-bit `dtype` and sums and returns float32."""
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    tiny = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        return bool((torch.mm(tiny, tiny, out_dtype=torch.float32) == 16).all())
+    except (RuntimeError, TypeError):
+        return False
 
 
 def _mirror(gram: Tensor, block: int | None = None) -> Tensor:

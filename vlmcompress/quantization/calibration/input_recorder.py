@@ -189,10 +189,11 @@ class InputRecorder:
                     where = "" if sample is None else f", calibration sample {sample}"
                     problem = f"{group.linears[0]}{where}: {error}"
         distributed.raise_any(problem)
-        capture, all_reduce = BlockCapture(), (distributed.all_sum, distributed.all_max)
+        capture, workers = BlockCapture(), distributed.world_size()
+        all_reduce = distributed.all_sum, distributed.all_max
         for index, (group, collector) in enumerate(zip(self.groups, self.collectors, strict=True)):
             counts = self.routed.counts.get(index, self.tokens.counts) if self.routed else self.tokens.counts
-            stats = capture.stats[group.name] = collector.pooled(counts, self.device, *all_reduce)
+            stats = capture.stats[group.name] = collector.pooled(counts, workers, self.device, *all_reduce)
             if self.routed and index in self.routed.owners:
                 stats.routed, stats.borrowed = True, self.routed.borrowed.get(index, 0)
         capture.kv_ranges = {name: ranges.pooled(*all_reduce).cpu() for name, ranges in self.kv_ranges.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, unit
 
-_FRONT = 16  # columns whose gains are computed first in a step
+_FRONT = 8  # columns whose gains are computed first in a step
 
 
 @dataclass(frozen=True)
@@ -157,28 +157,27 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
     """
 
     def gains(index: Tensor) -> Tensor:
-        return (columns[index] - best).clamp_(min=0).sum(1).mul_(weight[index])
+        rise = columns.index_select(0, index).sub_(best)
+        return rise.clamp_(min=0).sum(1).mul_(weight.index_select(0, index))
 
     bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(used, -torch.inf)
-    free = len(used) - int(used.sum())
-    chosen = []
+    best, free = best.clone(), len(used) - int(used.sum())
+    chosen = list[int]()
     for step in range(count):
         if step:  # at first all gains are new
-            front = bound.topk(min(_FRONT, free - step)).indices
-            bound[front] = gains(front)
-            # Candidates: bounds that reach the largest new gain minus the slack.
-            old = bound >= bound[front].amax() * (1 - slack)
-            old[front] = False
-            if len(rest := old.nonzero().squeeze(1)):
-                bound[rest] = gains(rest)
+            front = bound.topk(min(_FRONT, free - step), sorted=False).indices
+            new = gains(front)
+            bound.index_copy_(0, front, new)
+            # Candidates: bounds that reach the largest new gain minus the slack. There are no others where the first of the
+            # largest bounds is new.
+            if slack or int(bound.argmax()) not in front.tolist():
+                old = (bound >= new.amax() * (1 - slack)).index_fill_(0, front, False)
+                rest = old.nonzero().squeeze(1)
+                bound.index_copy_(0, rest, gains(rest))
         # The lowest index of the largest gain, or of gains within the slack of it.
-        token = (
-            (bound >= bound.amax() * (1 - slack)).byte().argmax(0, keepdim=True)
-            if slack
-            else bound.argmax(0, keepdim=True)
-        )
+        token = int((bound >= bound.amax() * (1 - slack)).byte().argmax() if slack else bound.argmax())
         # The new token covers each row at least as well as the ones before.
-        best = torch.maximum(best, columns[token][0])
+        torch.maximum(best, columns[token], out=best)
         bound[token] = -torch.inf
         chosen.append(token)
-    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+    return torch.tensor(chosen, dtype=torch.int64)

@@ -42,16 +42,16 @@ def reduce(signals: Signals, options: Options) -> Reduction:
 def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
-    # [n, n] cosine distance, the paper's d(i, j); float32, as in bfloat16 near duplicates would all have distance 0.
-    distance = 1 - rows @ rows.T
-    # A token is not its own neighbour; once chosen, its distance to the nearest kept token counts as -inf.
-    apart = distance.masked_fill(torch.eye(len(rows), dtype=torch.bool, device=rows.device), -torch.inf)
 
-    def choose(distance: Tensor) -> Tensor:
+    def choose(cosine: Tensor) -> Tensor:
+        # [b, n, n] cosine distance, the paper's d(i, j); float32, as in bfloat16 near duplicates would all have distance 0.
+        distance = cosine.neg_().add_(1)
+        # A token is not its own neighbour; once chosen, its distance to the nearest kept token counts as -inf.
+        distance.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
         fused = kernels(distance.device, distance.shape[1])
         return (fused.spread if fused else _steps)(distance, count)
 
-    return for_all_images(choose, apart)
+    return for_all_images(choose, rows @ rows.T)
 
 
 def _steps(distance: Tensor, count: int) -> Tensor:
@@ -59,10 +59,14 @@ def _steps(distance: Tensor, count: int) -> Tensor:
     chosen = torch.empty(count, len(distance), 1, dtype=torch.int64, device=distance.device)
     rows = chosen[..., None].expand(-1, -1, -1, distance.shape[2])  # the chosen tokens as indices of whole rows
     # The first token is the one whose nearest neighbour is farthest; a single token has none.
-    nearest = distance.masked_fill(distance == -torch.inf, torch.inf).amin(2).nan_to_num(posinf=0.0)
+    itself = distance.diagonal(dim1=1, dim2=2)
+    itself.fill_(torch.inf)
+    nearest = distance.amin(2).nan_to_num_(posinf=0.0)
+    itself.fill_(-torch.inf)
+    alone = distance.device.type == "cpu" and len(distance) == 1
     for number, (token, row) in enumerate(zip(chosen.unbind(), rows.unbind(), strict=True)):
         torch.argmax(nearest, 1, keepdim=True, out=token)
-        away = distance.gather(1, row)[:, 0]
+        away = distance[:, int(token)] if alone else distance.gather(1, row)[:, 0]
         # min over the kept tokens j of d(i, j), updated with the last one; the next token maximizes it over i (max-min).
         nearest = torch.minimum(nearest, away, out=nearest) if number else away
     return chosen[..., 0].T
