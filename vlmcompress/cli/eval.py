@@ -46,8 +46,8 @@ def options(parser: Parser) -> None:
         "--score",
         default="auto",
         metavar="NAME",
-        help="how to score your own data: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: "
-        "auto, which depends on the baseline's first answers",
+        help="how to score your own data: exact, normalized, contains, anls, box, edit, regex:PATTERN or FILE.py:FUNCTION; "
+        "default: auto, which depends on the baseline's first answers",
     )
     parser.add_argument(
         "--engine",
@@ -76,7 +76,11 @@ def options(parser: Parser) -> None:
     _flags.judging(parser)
     _flags.restartable(parser)
     parser.add_argument(
-        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: the allowed loss of accuracy, e.g. 0.01"
+        "--max-drop",
+        metavar="[SUITE=]SHARE",
+        action="append",
+        default=[],
+        help="a gate of one rule: the allowed loss of accuracy, e.g. 0.01; of a suite: pages=0.01; may be repeated",
     )
 
 
