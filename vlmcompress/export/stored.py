@@ -88,7 +88,7 @@ class Stored(Mapping[str, Quantized]):
         config = models.read_config(path)
         block = models.quantization_block(path, config)
         if not block:
-            raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
+            raise UserError(f"{path} is not quantized; quantize it (--scheme none keeps its weights)")
         if not isinstance(block, dict):
             raise UserError(
                 f"quantization_config of {path / 'config.json'} is not a JSON object; restore it from the source"

@@ -39,6 +39,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Entry, Spec
 
 FORMAT = "mlx"
+ENGINE = "mlx"
 KV_SCALES = None
 VOCABULARY = True
 GROUP_SIZE = 64  # as mlx-vlm's own conversion
