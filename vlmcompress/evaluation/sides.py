@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vlmcompress import __version__, models
-from vlmcompress.evaluation.results import Calibration, Provenance, Side
+from vlmcompress.evaluation.results import FILE, Calibration, Provenance, Side
 from vlmcompress.export import card, manifest, readers
 from vlmcompress.models import read_json, shards
 from vlmcompress.reduction import block as reducer_block
@@ -138,6 +138,18 @@ def folder(model: str | Path, *engines: str) -> Path:
     if engines:
         readers.refuse_unreadable(path, engines)
     return path
+
+
+def is_report(model: str | Path) -> bool:
+    """Whether a path is an earlier report, a folder or its `results.json`, and not a checkpoint."""
+    path = Path(model)
+    return path.suffix == ".json" or ((path / FILE).is_file() and not (path / "config.json").is_file())
+
+
+def check_path(model: str | Path, engine: str) -> None:
+    """Check a path as `folder` does, before anything slow is imported; not an id, a report, or what a server calls a model."""
+    if not engine.startswith("openai:") and hub.parse_repository(model) is None and not is_report(model):
+        folder(model)
 
 
 @functools.cache
