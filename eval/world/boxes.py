@@ -50,22 +50,25 @@ def written(numbers: tuple[int, ...]) -> str:
     return f"[{','.join(f'.{number:02d}' for number in numbers)}]"
 
 
-def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box, str]]:
-    """Scenes with a question, its answer, the thing's box and the family, without end: a function of the arguments alone."""
+def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, list[tuple[str, str, Box, str]]]]:
+    """Scenes with all questions, in random order, each with answer, box and family; without end, by the arguments alone."""
     for number in count():
         rng = Random(_BASE + SPLITS[split][0] + number)
         scene = sample_scene(rng, rng.choice(VARIANTS[variant]), split)
-        if named := things(scene):
-            name, kind = rng.choice(sorted(named)), rng.choice(tuple(QUESTIONS))
-            left, top, right, bottom = box = box_of(scene, *named[name])
-            answer = box if kind == "box" else ((left + right) // 2, (top + bottom) // 2)
-            yield scene, QUESTIONS[kind].format(name), written(answer), box, kind
+        turns = []
+        for name, place in sorted(things(scene).items()):
+            left, top, right, bottom = box = box_of(scene, *place)
+            for kind, answer in (("box", box), ("point", ((left + right) // 2, (top + bottom) // 2))):
+                turns.append((QUESTIONS[kind].format(name), written(answer), box, kind))
+        if turns:
+            rng.shuffle(turns)
+            yield scene, turns
 
 
 def box_rows(split: str, variant: str, number: int) -> list[dict]:
     """The first `number` rows, as those of frozen families (`rows.family_rows`); `answer` is the thing's box, always."""
     rows = []
-    for scene, question, _, box, family in asked_boxes(split, variant):
+    for scene, [(question, _, box, family), *_] in asked_boxes(split, variant):
         if len(rows) == number:
             return rows
         image = png(scene.draw()[0])

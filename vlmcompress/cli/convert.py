@@ -25,5 +25,5 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint in the chosen format."""
     from vlmcompress.utils import hub
 
-    _flags.check_model(args.model)
+    _flags.check_model(args.model, family=False)
     return carry_out(hub.local(args.model), args)

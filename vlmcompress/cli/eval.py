@@ -86,6 +86,10 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them if a gate is given."""
+    from vlmcompress.evaluation import sides
+
+    sides.check_path(args.out, args.engine)
+    sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL

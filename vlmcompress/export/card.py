@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from vlmcompress.export import launch, launch_files, manifest, readers
-from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import json_files, yaml_files
@@ -360,6 +359,8 @@ def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
     if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
         tags.append(str(method))
     groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    from vlmcompress.export.formats import compressed_tensors  # which brings torch along
+
     formats = [compressed_tensors.scheme_of(group).weights for group in groups]
     tags += [f"{fmt.bits}-bit" if fmt.kind == "int" else fmt.name for fmt in formats]
     tags += [f"{quantization['bits']}-bit"] if "bits" in quantization else []

@@ -335,7 +335,7 @@ ENGINES: Mapping[str, EngineFormats] = {
             }
         ),
         absent="it has no class for {} that answers as transformers' does",
-        reducers=("coverage", "divprune", "uniform"),
+        reducers=("coverage", "divprune", "pool", "uniform"),
     ),
 }
 """The engines by name, in the order in which they are named to people."""
