@@ -409,6 +409,13 @@ def formats() -> Iterator[tuple[str, str, str]]:
         ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp does not support"),
         ("gguf", "qwen", "--scheme rtn", "112 pixels"),
         ("gguf", "glm4v", "--scheme rtn", "does not support the family glm4v"),
+        ("mlx", "qwen", "--scheme rtn --group-size 16", "not for group_size 16"),
+        ("mlx", "qwen", "--scheme rtn --bits 7", "8 bits, not of 7"),
+        ("mlx", "qwen", "--scheme int8", "use a weight-only scheme"),
+        ("mlx", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
+        ("mlx", "qwen", "--scheme none --reduce dart:0.5", "MLX runs coverage, divprune, pool, uniform alone"),
+        ("mlx", "llava_next", "--scheme rtn", "no class for LlavaNextForConditionalGeneration"),
+        ("mlx", "internvl", "--scheme rtn", "a decoder of the type qwen3, not qwen2"),
     ):
         yield family, f"quantize {family} -o new --format {form} {flags}", message
 
@@ -605,6 +612,16 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
         of_another_kind,
         "doctor model --engine vllm",
         "type .bert. is not a vision-language model",
+    ),
+    "MLX by its config alone": (
+        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
+        "convert llava -o new",
+        "no linear layer is quantized as the config says",
+    ),
+    "MLX to bench": (
+        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
+        "bench llava --baseline llava",
+        "is for MLX, whose server counts .* vlmcompress serve llava writes",
     ),
     "broken gguf": (broken_gguf, "convert model -o new", "has GGUF files, which are written and not read"),
     # evaluation
