@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,9 @@ FAMILIES = {  # images, and how far log-probabilities are off
     "glm4v": ([(112, 84)], 0.05),
     "internvl3-5": ([(56, 56)], 0.1),
 }
-PUBLISHED = {  # what mlx-vlm takes for granted, as published models have it, and tiny ones do not
+PUBLISHED: dict[
+    str, dict[str, Any]
+] = {  # what mlx-vlm takes for granted, as published models have it, and tiny ones do not
     "gemma4": {"text_config": {"pad_token_id": 0}},
     "mistral3": {"vision_config": {"hidden_act": "silu"}},
 }
