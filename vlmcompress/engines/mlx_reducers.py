@@ -154,7 +154,7 @@ def attach(model, config: dict) -> None:
         side = round(size // patch * config.get("downsample_ratio", 1) / config.get("scale_factor", 1))
         return [(1, side, side)] * (tokens // side**2)
 
-    index = None  # `model.stayed` as MLX's array
+    index = mx.array([0])  # `model.stayed` as MLX's array
 
     def reduced(input_ids, pixel_values=None, **kwargs):
         nonlocal index
