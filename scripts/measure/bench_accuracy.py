@@ -65,13 +65,14 @@ BOXES: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g12
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
     "gptq-plus g32, 3 bits": {"scheme": "gptq-plus", "options": {"bits": 3, "group_size": 32}},
     **{
-        f"{method} {share}": {"scheme": "none", "reduce": f"{method}:{share}"}
-        for share in ("1/2", "1/4")
-        for method in ("uniform", "divprune", "coverage", "tome", "resize")
-    },
-    **{
-        f"pool {window}": {"scheme": "none", "reduce": {"method": "pool", "window": window}}
-        for window in ("1x2", "2x2")
+        name: {"scheme": "none", "reduce": reduce}
+        for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
+        for name, reduce in (
+            *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune", "coverage")),
+            (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
+            (f"pool {window}", f"pool:window={window}"),
+            *((f"{method} {share}", f"{method}:{share}") for method in ("tome", "resize")),
+        )
     },
 }
 BENCHES = {
@@ -137,6 +138,11 @@ def render(bench: Bench, rows: list[dict]) -> str:
     columns = ["tokens", "boxes hit", "mean IoU", "points hit"] if bench.suite else ["difference", "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
+    if bench.suite:
+        first = [next(row for row in rows if row["model"] == model) for model in names]
+        shares = [[row["families"]["box"], row["iou"], row["families"]["point"]] for row in first]
+        parts = [" | ".join(["", "", *(f"{compared['baseline']:.1%}" for compared in share)]) for share in shares]
+        lines.append(f"| none, 16 bits | {' | '.join(parts)} |")
     for recipe in bench.recipes:
         parts = []
         for row in (cells.get((model, recipe)) for model in names):

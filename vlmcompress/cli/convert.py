@@ -16,7 +16,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
     converting(parser, default="compressed-tensors")
     parser.epilog = (
-        "Reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
+        "Reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8, ModelOpt and MLX, from safetensors only.\n"
         "Nothing is rounded again. The result has a manifest, which doctor, eval, bench and serve use."
     )
 

@@ -150,13 +150,14 @@ def attach(model, config: dict) -> None:
         if shapes is not None:
             merged = vision["spatial_merge_size"]
             return [(frames, height // merged, width // merged) for frames, height, width in np.array(shapes).tolist()]
-        size, patch = (
-            side[0] if isinstance(side := vision[f"{key}_size"], list) else side for key in ("image", "patch")
-        )
+        size, patch = (int(np.ravel(vision[f"{key}_size"])[0]) for key in ("image", "patch"))
         side = round(size // patch * config.get("downsample_ratio", 1) / config.get("scale_factor", 1))
         return [(1, side, side)] * (tokens // side**2)
 
+    index = None  # `model.stayed` as MLX's array
+
     def reduced(input_ids, pixel_values=None, **kwargs):
+        nonlocal index
         output = embeddings(input_ids, pixel_values, **kwargs)
         model.dropped, model.stayed = 0, None
         if pixel_values is None:
@@ -191,10 +192,9 @@ def attach(model, config: dict) -> None:
             if model.stayed is None:
                 return rope(x, offset=offset)
             at, last = mx.arange(x.shape[2]) + offset, len(model.stayed) - 1
-            position = mx.where(at > last, at + model.dropped, mx.array(model.stayed)[mx.minimum(at, last)])
-            return rope(x.transpose(2, 1, 0, 3), offset=position).transpose(
-                2, 1, 0, 3
-            )  # offsets are for rows of a batch
+            position = mx.where(at > last, at + model.dropped, index[mx.minimum(at, last)])
+            # RoPE takes an offset for each row of a batch, so that tokens become rows
+            return rope(x.transpose(2, 1, 0, 3), offset=position).transpose(2, 1, 0, 3)
 
         return rotated
 

@@ -202,6 +202,11 @@ def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
             f"{first}\n\n```sh\npip install openvino-genai pillow\n"
             f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
         )
+    if facts.method == "mlx":
+        ask = f'python -m mlx_vlm.generate --model {folder} --image photo.jpg --prompt "What is shown?"'
+        if facts.reducer:
+            ask = f"pip install vlmcompress  # mlx-vlm alone and LM Studio keep all visual tokens\nvlmcompress serve {folder}"
+        return f"{first}\n\n```sh\npip install mlx-vlm\n{ask}\n```\n\nLM Studio loads the folder, too."
     if facts.method == "gguf":
         return (
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"

@@ -104,8 +104,8 @@ _ON_FIRST_USE = ("_experts", "_load", "_modules", "_names", "_placeholders", "_s
 
 def __getattr__(name: str) -> Any:
     """A name of a module in `_ON_FIRST_USE`."""
-    for module in _ON_FIRST_USE if not name.startswith("_") else ():
-        found = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+    for path in _ON_FIRST_USE if not name.startswith("_") else ():
+        module = importlib.import_module(f"{__name__}.{path}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -248,8 +248,8 @@ def transformers_classes() -> dict[str, str]:
 @cache
 def _source(package: str, path: str) -> str:
     """The text of a file of an installed package, which is not imported; empty without it."""
-    found = importlib.util.find_spec(package)
-    files = [Path(folder) / path for folder in (found and found.submodule_search_locations) or []]
+    spec = importlib.util.find_spec(package)
+    files = [Path(folder) / path for folder in (spec and spec.submodule_search_locations) or []]
     return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -101,17 +100,9 @@ class WorkFolder:
         Raises:
             UserError: the file cannot be written, or another run has taken the folder.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         self._refuse_others(self._fingerprint(), self._settings_file)
         with self._replaced(self.path(name)) as part:
-            try:
-                save_file(dict(tensors), part, {**(metadata or {}), RUN: self.run})
-            except SafetensorError as error:  # has the OSError only as text
-                if number := re.search(r"os error (\d+)", str(error)):
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise
+            folders.save_tensors(part, tensors, {**(metadata or {}), RUN: self.run})
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Any]:

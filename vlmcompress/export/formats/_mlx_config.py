@@ -57,8 +57,9 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     result = {**config, "text_config": text}
     if (
         "mm_tokens_per_image" in config
-    ):  # Gemma 3: without a width of its own config.json means 2048, for the scale of images
-        text["mm_tokens_per_image"], result["hidden_size"] = config["mm_tokens_per_image"], text["hidden_size"]
+    ):  # Gemma 3, which scales images by the width at the top, 2048 where it is missing
+        text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
+        result |= {key: text[key] for key in ("hidden_size",) if key in text}
     if "image_start_token_id" in config:  # GLM-4V
         result = {"vision_start_token_id": config["image_start_token_id"], **result}
     if mlx.tower_type and isinstance(config.get("vision_config"), Mapping):
