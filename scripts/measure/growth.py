@@ -73,7 +73,7 @@ def search(folder: Path, count: int) -> dict[str, Any]:
     before = time.process_time()
     for _ in range(2):
         with open_trial_log(folder, {}, None) as log:
-            run_halving(space, LiveTrials(None, Crew(), log, Gains(), answers(0, 1000)), Rules(0.05, 1000, 500.0))  # type: ignore[arg-type]
+            run_halving(space, LiveTrials(None, Crew(), log, Gains(), answers(0, 1000)), Rules(0.05, 1000, 500.0))
     written = sum(file.stat().st_size for file in folder.iterdir())
     return {
         "what": "candidates of a search",

@@ -59,15 +59,6 @@ def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     }
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor seconds of a process and of all that descend from it, with those that have ended."""
-    ticks = 0
-    for member in _family(pid):
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     with contextlib.suppress(OSError):  # it has ended

@@ -361,8 +361,8 @@ def recipe_values(args: argparse.Namespace, family: bool = True) -> dict[str, An
             into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
     for setting in args.set:
         assign(values, setting)
-    if isinstance(name := values.get("model"), str):
-        check_model(name, family)
+    if isinstance(path := values.get("model"), str):
+        check_model(path, family)
     return values
 
 

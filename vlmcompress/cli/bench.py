@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation.speed.measure import parse_slo
     from vlmcompress.evaluation.speed.text import speed_text
 
-    gate = gates.choose_gate(args.gate, None)
+    gate = gates.choose_gate(args.gate)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     with closing(ProgressBar()) as progress:
         results = runs.run(

@@ -186,7 +186,7 @@ def search_outcome(
             from vlmcompress.evaluation.accuracy import gate as gates
             from vlmcompress.evaluation.search.trial_log import CONFIRMED
 
-            gate = gates.choose_gate(None, search_request.margin)
+            gate = gates.choose_gate(None, [str(search_request.margin)])
             model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
             results = evaluate(
                 winner,

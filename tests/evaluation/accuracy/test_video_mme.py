@@ -110,7 +110,7 @@ def test_both_engines_give_the_model_as_much_of_each_video(tmp_path: Path, famil
     assert lengths[0] == lengths[1] and not any(sample.answer.refused for samples in runs for sample in samples), (
         lengths
     )
-    assert runs[0][2].text[:2] == runs[1][2].text[:2]  # the same pixels; decoders differ by a level
+    assert runs[0][2].text[:2] == runs[1][2].text[:2]  # the same pixels; decoders of films differ by a level
     visual = [sample.answer.visual_tokens for sample in runs[1]]
     assert visual[0] != visual[1] and all(0 < part < whole for part, whole in zip(visual, lengths[1], strict=True))
     assert [sample.image for sample in runs[0]] == [sample.image for sample in runs[1]]

@@ -17,7 +17,7 @@ from vlmcompress.cli import main
 from vlmcompress.export.formats import _mlx_config, mlx
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 AFFINE = [
     Format("int", *case) for case in product((2, 3, 4, 5, 6, 8), (32, 64, 128), (True, False)) if case[0] < 8 or case[2]
