@@ -218,6 +218,7 @@ def test_lines_are_short(page):
         ("compatibility", "overview"),
         ("kernel_choice", "kernels"),
         ("bench_accuracy", "accuracy"),
+        ("bench_accuracy", "boxes"),
         ("compare_weights", "weights"),
         ("bench_reducers", "reducers"),
         ("bench_serving", "serving"),
@@ -230,7 +231,7 @@ def test_lines_are_short(page):
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    flags = {"overview": ("--overview",), "images": ("images",)}.get(section, ())
+    flags = {"overview": ("--overview",), "images": ("images",), "boxes": ("boxes",)}.get(section, ())
     *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)
     assert between(section) == "\n".join(table), f"run scripts/measure/{script}.py --render and put it into docs"

@@ -3,8 +3,9 @@
     Give the box of the red star.    [.10,.06,.25,.31]     left, top, right, bottom
     Point at the digit 7.            [.17,.18]             the box's middle
 
-Coordinates are shares of the image's width and height, to a hundredth: patches of the demos are larger than that. The frozen
-splits do not hold these families.
+Coordinates are shares of the image's width and height, to a hundredth: patches of the demos are larger than that. Small shapes
+are hardly larger than a visual token, and a box that is 4 pixels off has an IoU below a half, so that only points are asked.
+The frozen splits do not hold these families.
 """
 
 from collections.abc import Iterator
@@ -50,25 +51,32 @@ def written(numbers: tuple[int, ...]) -> str:
     return f"[{','.join(f'.{number:02d}' for number in numbers)}]"
 
 
-def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, str, str, Box, str]]:
-    """Scenes with a question, its answer, the thing's box and the family, without end: a function of the arguments alone."""
+def asked_boxes(split: str, variant: str) -> Iterator[tuple[Scene, list[tuple[str, str, Box, str]]]]:
+    """Scenes with all questions, in random order, each with answer, box and family; without end, by the arguments alone."""
     for number in count():
         rng = Random(_BASE + SPLITS[split][0] + number)
         scene = sample_scene(rng, rng.choice(VARIANTS[variant]), split)
-        if named := things(scene):
-            name, kind = rng.choice(sorted(named)), rng.choice(tuple(QUESTIONS))
-            left, top, right, bottom = box = box_of(scene, *named[name])
-            answer = box if kind == "box" else ((left + right) // 2, (top + bottom) // 2)
-            yield scene, QUESTIONS[kind].format(name), written(answer), box, kind
+        turns = []
+        for name, place in sorted(things(scene).items()):
+            left, top, right, bottom = box = box_of(scene, *place)
+            if scene.at(*place).large:
+                turns.append((QUESTIONS["box"].format(name), written(box), box, "box"))
+            middle = (left + right) // 2, (top + bottom) // 2
+            turns.append((QUESTIONS["point"].format(name), written(middle), box, "point"))
+        if turns:
+            rng.shuffle(turns)
+            yield scene, turns
 
 
 def box_rows(split: str, variant: str, number: int) -> list[dict]:
-    """The first `number` rows, as those of frozen families (`rows.family_rows`); `answer` is the thing's box, always."""
-    rows = []
-    for scene, question, _, box, family in asked_boxes(split, variant):
+    """The first `number` rows, as those of frozen families, boxes and points in turn; `answer` is the thing's box, always."""
+    rows: list[dict] = []
+    for scene, turns in asked_boxes(split, variant):
         if len(rows) == number:
             return rows
-        image = png(scene.draw()[0])
-        name = f"{split}-{variant}-{family}-{len(rows):04d}"
-        rows.append({"id": name, "image": [image], "question": question, "answer": written(box), "family": family})
+        family = ("box", "point")[len(rows) % 2]
+        for question, _, box in [turn[:3] for turn in turns if turn[3] == family][:1]:
+            image = png(scene.draw()[0])
+            name = f"{split}-{variant}-{family}-{len(rows):04d}"
+            rows.append({"id": name, "image": [image], "question": question, "answer": written(box), "family": family})
     raise AssertionError("asked_boxes does not end")

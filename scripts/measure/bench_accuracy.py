@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Accuracy of schemes and reducers on the demo models: their test split in vLLM, paired with the BF16 original.
+"""Accuracy of schemes and reducers on the demo models: their test split, paired with the BF16 original.
 
-    scripts/measure/bench_accuracy.py                     world: both models, all recipes; writes eval/accuracy.json
-    scripts/measure/bench_accuracy.py boxes               boxes and points of the demos with that skill; eval/boxes.json
+    scripts/measure/bench_accuracy.py                     world in vLLM: both models; writes eval/accuracy.json
+    scripts/measure/bench_accuracy.py boxes               boxes and points, in transformers, of demos that give them
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-The last stdout line is one JSON object.
+A recipe that a model does not support is left out. `boxes` writes eval/boxes.json. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Bench:
     Attributes:
         models: name in the table -> checkpoint.
         suite: None: the one bundled with the models.
+        engine: what answers.
         recipes: name in the table -> keys of a recipe.
     """
 
     models: dict[str, Path]
     suite: str | None
+    engine: str
     file: Path
     recipes: dict[str, dict]
 
@@ -63,41 +65,68 @@ BOXES: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g12
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
     "gptq-plus g32, 3 bits": {"scheme": "gptq-plus", "options": {"bits": 3, "group_size": 32}},
     **{
-        f"{method} {share}": {"scheme": "none", "reduce": f"{method}:{share}"}
-        for share in ("1/2", "1/4")
-        for method in ("uniform", "pool", "divprune", "coverage", "tome", "resize")
+        name: {"scheme": "none", "reduce": reduce}
+        for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
+        for name, reduce in (
+            *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune", "coverage")),
+            (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
+            (f"pool {window}", f"pool:window={window}"),
+            *((f"{method} {share}", f"{method}:{share}") for method in ("tome", "resize")),
+        )
     },
 }
 BENCHES = {
     "world": Bench(
-        {name: ROOT / "eval/demo" / f"demo-{name}" for name in SKILLS}, None, ROOT / "eval/accuracy.json", WORLD
+        {name: ROOT / "eval/demo" / f"demo-{name}" for name in SKILLS}, None, "vllm", ROOT / "eval/accuracy.json", WORLD
     ),
     "boxes": Bench(
-        {name: ROOT / "build" / f"demo-{name}-boxes" for name in SKILLS}, "grounding", ROOT / "eval/boxes.json", BOXES
-    ),
+        {name: ROOT / "build" / f"demo-{name}-boxes" for name in SKILLS},
+        "grounding",
+        "hf",
+        ROOT / "eval/boxes.json",
+        BOXES,
+    ),  # fmt: skip
 }
 
 
 def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
     """Compress the model by the named recipes and ask all checkpoints the same questions."""
     from vlmcompress import engines
-    from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate_all
+    from vlmcompress.engines import EngineSettings
+    from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS, EvalOptions, evaluate_all
+    from vlmcompress.evaluation.accuracy.compare import compare, pairs
+    from vlmcompress.evaluation.accuracy.grounding import overlap
     from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
+    from vlmcompress.utils.errors import UserError
 
-    source, outs, manifests = bench.models[model], [], []
-    for index, keys in enumerate(bench.recipes[name] for name in names):
-        outs.append(folder / f"{model}-{index}")
-        recipe = resolve({"model": str(source), "out": str(outs[-1]), **keys}).recipe
-        manifests.append(quantize(recipe).manifest)
-    rows = []
-    options = EvalOptions(engines.get_engine("vllm"), engines.get_engine("vllm"), limit=limit)
-    for name, manifest, results in zip(
-        names, manifests, evaluate_all(outs, source, [bench.suite], None, options), strict=True
-    ):
+    source, outs = bench.models[model], {}
+    for index, name in enumerate(names):
+        out = folder / f"{model}-{index}"
+        try:
+            recipe = resolve({"model": str(source), "out": str(out), **bench.recipes[name]}).recipe
+            outs[name] = out, quantize(recipe).manifest
+        except UserError as error:
+            print(f"{model} {name}: {error}", file=sys.stderr)
+    rows, engine = [], engines.get_engine(bench.engine)
+    options = EvalOptions(
+        engine,
+        engine,
+        limit=limit,
+        settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=32 if bench.suite else 0),
+    )
+    evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], None, options)
+    for (name, (_, manifest)), results in zip(outs.items(), evaluated, strict=True):
         size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
+        if bench.suite:
+            boxes = [sample for sample in results.samples if sample.family == "box"]
+            sides = [
+                [overlap(getattr(s, side), s.expected) or 0.0 for s in boxes] for side in ("baseline", "candidate")
+            ]
+            rows[-1]["iou"] = compare(*sides, pairs(boxes)[2]).model_dump(mode="json")
+            rows[-1]["visual_tokens"] = suite["visual_tokens"]
         print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
     return rows
 
@@ -106,17 +135,36 @@ def render(bench: Bench, rows: list[dict]) -> str:
     """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals."""
     cells = {(row["model"], row["recipe"]): row for row in rows}
     names = sorted({model for model, _ in cells}, key=list(bench.models).index)
-    heads = [f"{name}: weights | difference | KL" for name in names]
-    lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (3 * len(heads))]
+    columns = ["tokens", "boxes hit", "mean IoU", "points hit"] if bench.suite else ["difference", "KL"]
+    heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
+    lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
+    if bench.suite:
+        first = [next(row for row in rows if row["model"] == model) for model in names]
+        shares = [[row["families"]["box"], row["iou"], row["families"]["point"]] for row in first]
+        parts = [" | ".join(["", "", *(f"{compared['baseline']:.1%}" for compared in share)]) for share in shares]
+        lines.append(f"| none, 16 bits | {' | '.join(parts)} |")
     for recipe in bench.recipes:
         parts = []
-        for row in (cells[model, recipe] for model in names):
-            difference, low, high = (100 * row["overall"][name] for name in ("difference", "low", "high"))
-            passed = " ✓" * (row["overall"]["verdict"] == "pass")
-            parts.append(f"1/{row['ratio']:.2f} | {difference:+.1f} ({low:+.1f} to {high:+.1f}){passed}")
-            parts.append(f"{row['divergence']['mean']:.4f}")
-        lines.append(f"| {recipe} | {' | '.join(parts)} |")
+        for row in (cells.get((model, recipe)) for model in names):
+            if row is None:
+                parts += [""] * (1 + len(columns))
+                continue
+            parts.append(f"1/{row['ratio']:.2f}")
+            if bench.suite:
+                before, after = row["visual_tokens"]
+                parts.append(f"{after / before:.0%}")
+                parts += map(points, (row["families"]["box"], row["iou"], row["families"]["point"]))
+            else:
+                parts += [points(row["overall"]), f"{row['divergence']['mean']:.4f}"]
+        if any(parts):
+            lines.append(f"| {recipe} | {' | '.join(parts)} |")
     return "\n".join(lines)
+
+
+def points(compared: dict) -> str:
+    """A comparison's difference with its interval, in points, and whether a loss of a point is ruled out."""
+    difference, low, high = (100 * compared[name] for name in ("difference", "low", "high"))
+    return f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" + " ✓" * (compared["verdict"] == "pass")
 
 
 def main() -> None:

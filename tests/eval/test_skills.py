@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from eval.demo.skills import assemble
-from eval.demo.skills.training import Plan, Teaching
+from eval.demo.skills.training import SKILLS, Plan, Teaching
 from eval.demo.smol.adapter import adapters
 from eval.world.boxes import asked_boxes, box_of, things, written
-from eval.world.describing import descriptions
 from eval.world.scene import Cell
 from vlmcompress.evaluation.accuracy.grounding import correct
 from vlmcompress.utils.errors import UserError
@@ -36,19 +35,34 @@ def trained(request, tmp_path_factory):
     return training, folder / "out"
 
 
-def test_only_answers_are_learned(trained):
+def test_answers_are_learned_as_if_each_question_were_alone(trained):
+    """Several questions follow an image that is encoded once; only answers have labels."""
     training, _ = trained
-    rows = training.new(descriptions("train", training.plan.variant))
+    processor, variant = training.processor, training.plan.variant
+    rows = training.new(SKILLS["boxes"].drawn("train", variant))
+    assert max(len(turns) for _, turns in rows) > 1
     inputs, labels = training.encoded(rows)
-    for ids, row in zip(labels, rows, strict=True):
-        text = training.processor.tokenizer.decode(ids[ids != -100])
-        assert text.strip() == row[2] + training.processor.tokenizer.eos_token
+    with torch.no_grad():
+        together = training.model(**inputs).logits[:, :-1][labels[:, 1:] != -100]
+    alone, answers = [], ""
+    for images, turns in rows:
+        for question, answer in turns:
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+            prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+            text = f"{prompt}{' ' * (variant == 'llava')}{answer}{processor.tokenizer.eos_token}"
+            encoded = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+            answers += text[len(prompt) :]
+            count = len(processor.tokenizer(text[len(prompt) :])["input_ids"])
+            with torch.no_grad():
+                alone.append(training.model(**encoded).logits[0, -1 - count : -1])
+    assert processor.tokenizer.decode(labels[labels != -100]) == answers
+    assert torch.allclose(together, torch.cat(alone), atol=1e-3)
 
 
 def test_the_checkpoint_says_what_was_trained(trained):
     """Up to the 16 bits of its weights: more like the trained model than like the demo it comes from."""
     training, folder = trained
-    inputs, labels = training.encoded(training.new(descriptions("validation", training.plan.variant)))
+    inputs, labels = training.encoded(training.new(training.skill.drawn("validation", training.plan.variant)))
     assembled = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     plain = AutoModelForImageTextToText.from_pretrained(training.plan.folder, dtype=torch.float32)
     with torch.no_grad():
@@ -73,7 +87,7 @@ def test_what_the_repository_has_is_small(file):
 
 def test_boxes_are_of_what_is_drawn():
     """The pixels outside a thing's box are those of the scene without the thing, and all four sides touch what is drawn."""
-    for scene, _, answer, box, _ in islice(asked_boxes("test", "qwen"), 40):
+    for scene, [(_, answer, box, _), *_] in islice(asked_boxes("test", "qwen"), 40):
         place = next(spot for spot in things(scene).values() if box_of(scene, *spot) == box)
         empty = replace(scene, cells=[Cell("nothing")] * len(scene.cells))
         alone = replace(empty, cells=list(empty.cells))

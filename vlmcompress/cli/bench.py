@@ -57,13 +57,17 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them if a gate is given."""
+    from vlmcompress.evaluation import sides
+
+    for model in (args.out, args.baseline):
+        sides.check_path(model, "vllm")
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs
     from vlmcompress.evaluation.speed.measure import parse_slo
     from vlmcompress.evaluation.speed.text import speed_text
 
-    gate = gates.choose_gate(args.gate, None)
+    gate = gates.choose_gate(args.gate)
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     with closing(ProgressBar()) as progress:
         results = runs.run(

@@ -117,12 +117,12 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def request(args: argparse.Namespace) -> SearchRequest:
     """The search request that the flags describe."""
-    from vlmcompress.evaluation.search.search import SearchRequest
-    from vlmcompress.evaluation.search.speed import TypicalRequest
-
     check(args)
     image = parse_pixels(args.image_size, "--image-size", most=999_999)
     base = _flags.recipe_values(args)
+    from vlmcompress.evaluation.search.search import SearchRequest
+    from vlmcompress.evaluation.search.speed import TypicalRequest
+
     out = Path(base.pop("out"))
     return SearchRequest(
         base=base,
@@ -186,7 +186,7 @@ def search_outcome(
             from vlmcompress.evaluation.accuracy import gate as gates
             from vlmcompress.evaluation.search.trial_log import CONFIRMED
 
-            gate = gates.choose_gate(None, search_request.margin)
+            gate = gates.choose_gate(None, [str(search_request.margin)])
             model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
             results = evaluate(
                 winner,

@@ -25,16 +25,15 @@ from eval.demo.smol.adapter import adapt, adapters
 from eval.demo.smol.training import Training
 from eval.world.boxes import asked_boxes, box_rows
 from eval.world.describing import description_rows, descriptions
-from eval.world.questions import ASKERS
-from eval.world.rows import VARIANTS, images_of, sample_view
+from eval.world.rows import VARIANTS, ask_several, images_of, sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
 from vlmcompress.evaluation.accuracy.grounding import correct, overlap
 
 EMA = 0.99
-OLD = 0.35  # share of batches with questions of the old families
+OLD = 0.15  # share of batches with questions of the old families
 
-Row = tuple[list[Image.Image], str, str]  # images, question, answer
+Row = tuple[list[Image.Image], list[tuple[str, str]]]  # images, questions with answers
 
 
 def words(answer: str, expected: str) -> float:
@@ -48,7 +47,7 @@ class Skill:
     """What is learned: scenes with questions and answers by split and variant, and how answers are validated.
 
     Attributes:
-        drawn: (split, variant) -> scene, question, answer and what else belongs to it, without end.
+        drawn: (split, variant) -> scene and its questions with answers and what else belongs to them, without end.
         rows: (split, variant, number) -> rows to validate and to test on.
         tokens: most tokens of an answer.
         scores: name -> function of an answer and the expected one.
@@ -60,8 +59,12 @@ class Skill:
     scores: dict[str, Callable[[str, str], float | None]]
 
 
+def _described(split: str, variant: str) -> Iterator:
+    return ((scene, [turn]) for scene, *turn in descriptions(split, variant))
+
+
 SKILLS = {
-    "describe": Skill(descriptions, description_rows, 100, {"exact": lambda a, b: float(a == b), "words": words}),
+    "describe": Skill(_described, description_rows, 100, {"exact": lambda a, b: float(a == b), "words": words}),
     "boxes": Skill(asked_boxes, box_rows, 24, {"right": correct, "overlap": overlap}),
 }
 
@@ -75,10 +78,11 @@ class Plan:
     variant: str
     minutes: float
     rate: float = 2e-3
-    batch: int = 8
+    batch: int = 8  # images
     seed: int = 0
+    turns: int = 6  # most questions about an image
     validate_every: float = 240.0  # seconds
-    rows: int = 24  # of validation
+    rows: int = 60  # of validation
 
 
 class Teaching(Training):
@@ -134,22 +138,25 @@ class Teaching(Training):
 
     def new(self, scenes: Iterator) -> list[Row]:
         """A batch of the skill."""
-        drawn = islice(scenes, self.plan.batch)
-        return [([Image.fromarray(scene.draw()[0])], question, answer) for scene, question, answer, *_ in drawn]
+        return [
+            (
+                [Image.fromarray(scene.draw()[0])],
+                [(question, answer) for question, answer, *_ in turns[: self.plan.turns]],
+            )
+            for scene, turns in islice(scenes, self.plan.batch)
+        ]
 
     def old(self, random: Random) -> list[Row]:
         """A batch of questions of the frozen families, about fresh scenes."""
         rows: list[Row] = []
         while len(rows) < self.plan.batch:
             family = random.choice(FAMILIES)
-            view = (
-                None
-                if family == "text"
-                else sample_view(random, family, random.choice(VARIANTS[self.plan.variant]), "train")
-            )
-            turn = ask_text(random) if view is None else ASKERS[family](random, view)
-            if turn:
-                rows.append(([Image.fromarray(image.draw()[0]) for image in images_of(view)], *turn))
+            if family == "text":
+                rows.append(([], [ask_text(random)]))
+                continue
+            view = sample_view(random, family, random.choice(VARIANTS[self.plan.variant]), "train")
+            if turns := ask_several(random, view, family, self.plan.turns):
+                rows.append(([Image.fromarray(image.draw()[0]) for image in images_of(view)], turns))
         return rows
 
     def loss(self, rows: list[Row]) -> Tensor:
@@ -160,25 +167,49 @@ class Teaching(Training):
         return F.cross_entropy(self.model.lm_head(hidden[:, :-1][learn]).float(), labels[:, 1:][learn])
 
     def encoded(self, rows: list[Row]) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs padded on the right, and labels `[rows, length]` that are -100 but at answer tokens."""
-        tokenizer, template = self.processor.tokenizer, self.processor.apply_chat_template
-        turns = [messages({"image": [], "question": question})[0] for _, question, _ in rows]
-        for turn, (images, *_) in zip(turns, rows, strict=True):
-            turn["content"] = [*({"type": "image", "image": image} for image in images), *turn["content"]]
-        prompts = [template([turn], add_generation_prompt=True, tokenize=False) for turn in turns]
-        start = " " if self.plan.variant == "llava" and "assistant\n" not in prompts[0] else ""
-        images = [image for pictures, *_ in rows for image in pictures]
-        texts = [
-            f"{prompt}{start}{answer}{tokenizer.eos_token}" for prompt, (*_, answer) in zip(prompts, rows, strict=True)
-        ]
+        """Inputs padded on the right, and labels `[rows, length]` that are -100 but at answer tokens.
+
+        A row holds its images once and all questions after them, each at the positions and with the context that it has alone.
+        """
+        tokenizer, template, inner = self.processor.tokenizer, self.processor.apply_chat_template, self.model.model
+        heads, tails = [], []
+        for pictures, turns in rows:
+            [turn] = messages({"image": [], "question": "\0"})
+            turn["content"] = [*({"type": "image", "image": image} for image in pictures), *turn["content"]]
+            head, rest = template([turn], add_generation_prompt=True, tokenize=False).split("\0")
+            start = " " if self.plan.variant == "llava" and "assistant\n" not in rest else ""
+            heads.append(head.rstrip(" "))
+            before = head[len(heads[-1]) :]  # a space belongs to the word after it
+            ends = [f"{start}{answer}{tokenizer.eos_token}" for _, answer in turns]
+            texts = [f"{before}{question}{rest}{end}" for (question, _), end in zip(turns, ends, strict=True)]
+            tails.append(list(zip(*(tokenizer(part)["input_ids"] for part in (texts, ends)), strict=True)))
+        images = [image for pictures, _ in rows for image in pictures]
         options = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
-        inputs = dict(self.processor(text=texts, images=images or None, **options))
-        labels = torch.full_like(inputs["input_ids"], -100)
-        for index, (*_, answer) in enumerate(rows):
-            count = len(tokenizer(start + answer)["input_ids"]) + 1
-            end = int(inputs["attention_mask"][index].sum())
-            labels[index, end - count : end] = inputs["input_ids"][index, end - count : end]
-        return inputs, labels
+        inputs = dict(self.processor(text=heads, images=images or None, **options))
+        mask, kinds = inputs.pop("attention_mask"), inputs.pop("mm_token_type_ids", None)
+        if self.plan.variant == "qwen":
+            places = inner.get_rope_index(
+                inputs["input_ids"], kinds, inputs.get("image_grid_thw"), attention_mask=mask
+            )[0]
+        else:
+            places = torch.arange(mask.shape[1]).expand(mask.shape)
+        lengths = mask.sum(1).tolist()
+        longest = max(n + sum(len(ids) for ids, _ in tail) for n, tail in zip(lengths, tails, strict=True))
+        added = (0, longest - mask.shape[1])
+        ids, places = F.pad(inputs["input_ids"], added, value=tokenizer.pad_token_id), F.pad(places, added)
+        labels = torch.full_like(ids, -100)
+        part = torch.full_like(ids, -1)  # 0: the images, 1: the first question with its answer, and so on
+        for row, (end, tail) in enumerate(zip(lengths, tails, strict=True)):
+            part[row, :end] = 0
+            first = places[..., row, :end].max() + 1
+            for number, (text, answer) in enumerate(tail, 1):
+                begin, end = end, end + len(text)
+                ids[row, begin:end] = torch.tensor(text)
+                labels[row, end - len(answer) : end] = torch.tensor(answer)
+                places[..., row, begin:end] = first + torch.arange(len(text))
+                part[row, begin:end] = number
+        visible = (part[:, None] == 0) | (part[:, None] == part[..., None])
+        return inputs | {"input_ids": ids, "attention_mask": visible.tril()[:, None], "position_ids": places}, labels
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

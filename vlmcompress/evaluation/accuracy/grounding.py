@@ -15,8 +15,8 @@ the last counts, of a point's repetitions in one tag the first. What models writ
 | `<points coords="1 1 177 186">` | image, number, x, y | thousandths | Molmo 2 |
 | numbers in brackets, as in `<box>`, `<|box_start|>`, `<|det|>` | x, y | thousandths, shares | Qwen2-VL, InternVL, LLaVA |
 
-Where the form has no unit of its own, numbers of which one exceeds 1 are divided by 1000. Divided pixels are no shares, but
-IoU and hits do not depend on the unit as long as answer and reference have the same.
+Where the form has no unit of its own, numbers of which one exceeds 2 are divided by 1000; shares from 1 to 2 are beyond the
+image. Divided pixels are no shares, but IoU and hits do not depend on the unit as long as answer and reference have the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _swapped(values: Sequence[float]) -> Region:
 
 
 def _shares(values: Sequence[float]) -> Region:
-    return tuple(value / 1000 for value in values) if max(values) > 1 else tuple(values)
+    return tuple(value / 1000 for value in values) if max(values) > 2 else tuple(values)
 
 
 def iou(a: Sequence[float], b: Sequence[float]) -> float:
