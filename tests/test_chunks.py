@@ -30,6 +30,7 @@ from vlmcompress.quantization.calibration import entropy
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, solve_block
 from vlmcompress.quantization.schemes import REGISTRY, _columns, _ranges, awq, gptq, gptq_plus
 from vlmcompress.utils import json_files, tensor_files
+from vlmcompress.utils.tensor_headers import Spec, read_entries
 
 PIECE, WIDTH = 8, 16
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1)
@@ -332,23 +333,23 @@ def test_bytes_of_a_tensor(size, tmp_path, generator, monkeypatch):
     monkeypatch.setattr(tensor_files, "_WRITTEN", PIECE)
     monkeypatch.setattr(tensor_files, "_COPIED", 3)
     tensor = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
-    head, places = tensor_files.layout({"x": tensor_files.Spec.of(tensor)})
+    head, places = tensor_files.layout({"x": Spec.of(tensor)})
     for name in ("first", "second"):
         with (tmp_path / name).open("w+b") as file:
             tensor_files.write_at(file.fileno(), head, 0)
             if name == "first":
                 tensor_files.write_at(file.fileno(), tensor_files.to_bytes(tensor), places["x"])
             else:
-                (entry,) = tensor_files.read_entries(tmp_path / "first")
+                (entry,) = read_entries(tmp_path / "first")
                 tensor_files.copy_at(entry, file.fileno(), places["x"])
-        (entry,) = tensor_files.read_entries(tmp_path / name)
+        (entry,) = read_entries(tmp_path / name)
         assert torch.equal(tensor_files.read_tensor(entry), tensor)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_of_shards(size):
     """A shard may be full to the byte, and no tensor is lost or written twice."""
-    specs = [(str(i), tensor_files.Spec("U8", (length,))) for i, length in enumerate([size, 1, 0, size, PIECE])]
+    specs = [(str(i), Spec("U8", (length,))) for i, length in enumerate([size, 1, 0, size, PIECE])]
     shards = tensor_files.split_shards(specs, PIECE)
     assert [item for shard in shards for item in shard.items()] == specs
     assert all(len(shard) == 1 or sum(spec.nbytes for spec in shard.values()) <= PIECE for shard in shards)

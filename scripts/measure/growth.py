@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Time and memory of `quantize --scheme gptq-plus` against the number of blocks, of samples and of experts.
+"""Time and memory of `quantize --scheme gptq-plus` against blocks, samples and experts, and of a search against its trials.
 
     scripts/measure/growth.py --work DIR    makes small random models there and quantizes them
     scripts/measure/growth.py --render      prints the docs' table, from eval/growth.json
@@ -14,7 +14,9 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from process_cost import process_cost, work_or_render
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "growth.json"
 sys.path.insert(0, str(ROOT))
 SAMPLES = (16, 64, 256)
+SEARCHES = (50, 100, 200)
 RUNS = [  # what grows, its number, blocks, experts (0: dense), samples
     *[("blocks", n, n, 0, 16) for n in (4, 8, 16)],
     *[("samples", n, 4, 0, n) for n in SAMPLES],
@@ -30,11 +33,65 @@ RUNS = [  # what grows, its number, blocks, experts (0: dense), samples
 ]
 
 
+def search(folder: Path, count: int) -> dict[str, Any]:
+    """The row of a search with answers that are made up: `count` candidates and their rungs, and again from its journal."""
+    from vlmcompress.engines import Answer
+    from vlmcompress.evaluation.accuracy.ask import AnsweredQuestion, SuiteAnswers
+    from vlmcompress.evaluation.search.candidate import Choice, Factor
+    from vlmcompress.evaluation.search.live_trials import LiveTrials, run_halving
+    from vlmcompress.evaluation.search.space import Space
+    from vlmcompress.evaluation.search.speed import Modelled
+    from vlmcompress.evaluation.search.successive_halving import Rules
+    from vlmcompress.evaluation.search.trial import Answers
+    from vlmcompress.evaluation.search.trial_log import open_trial_log
+
+    def answers(number: int, questions: int) -> Answers:
+        samples = []
+        for index in range(questions):
+            text = str(hash((number, index)) % 50 if hash((number, index)) % 100 < number % 20 else index)
+            answer = Answer(str(index), text, "stop", 600 - number, 2, {text: -0.1, "no": -2.5})
+            score = float(text == str(index))
+            samples.append(
+                AnsweredQuestion(str(index), "all", "?", str(index), text, score, True, f"{index}.png", answer)
+            )
+        return Answers(SuiteAnswers(tuple(samples), "", {}, {}, float(questions), 0), 10**9)
+
+    class Crew:
+        def map(self, work: Any, jobs: Any) -> Any:
+            for place, job in enumerate(jobs):
+                yield place, answers(job.keys["number"], work.keywords["questions"])
+
+    class Gains(Modelled):
+        def __init__(self) -> None:
+            pass
+
+        def gain(self, candidate: Any) -> float:
+            return 1 + candidate.keys["number"] / 1000
+
+    space = Space((Factor("weights", tuple(Choice(f"c{n}", {"number": n}) for n in range(1, count + 1))),), {})
+    shutil.rmtree(folder, ignore_errors=True)
+    before = time.process_time()
+    for _ in range(2):
+        with open_trial_log(folder, {}, None) as log:
+            run_halving(space, LiveTrials(None, Crew(), log, Gains(), answers(0, 1000)), Rules(0.05, 1000, 500.0))  # type: ignore[arg-type]
+    written = sum(file.stat().st_size for file in folder.iterdir())
+    return {
+        "what": "candidates of a search",
+        "number": count,
+        "processor": time.process_time() - before,
+        "written": written,
+    }
+
+
 def render(rows: list[dict]) -> str:
     """The docs' table."""
     lines = ["| what grows | number | processor time | memory at the peak |", "|---|---|---|---|"]
     for row in rows:
-        cells = f"{row['processor']:.0f} s | {row['anonymous'] / 1e9:.2f} GB"
+        cells = (
+            f"{row['processor']:.0f} s | {row['anonymous'] / 1e9:.2f} GB"
+            if "anonymous" in row
+            else (f"{row['processor']:.1f} s | on disk {row['written'] / 1e6:.2f} MB")
+        )
         lines.append(f"| {row['what']} | {row['number']} | {cells} |")
     return "\n".join(lines)
 
@@ -65,6 +122,8 @@ def main() -> None:
             processor = cost["user"] + cost["system"]
             rows.append({"what": what, "number": number, "processor": processor, "anonymous": cost["anonymous"]})
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        rows += [search(args.work / "search", count) for count in SEARCHES]
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(RESULTS.read_text())
     print(render(rows))
     print(json.dumps(rows))

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Time and memory of quantizing a model, next to llm-compressor and auto-round, as whole processes on one core.
 
-    scripts/measure/peers.py --work DIR    makes a model there and quantizes it with each, in turn
-    scripts/measure/peers.py --render      prints the docs' table, from eval/peers.json
+    scripts/measure/peers.py --work DIR --only NAME --layers 4    makes a model there and quantizes it with each, in turn
+    scripts/measure/peers.py --render                             prints the docs' table, from eval/peers.json
 
-The model has 4 decoder blocks of Qwen2.5-0.5B's shapes after a tower of 8 small blocks, with random weights. Each process
-loads it, reads the same 16 samples with images (but for FP8 and RTN), quantizes the decoder's linear layers and writes a
-checkpoint. llm-compressor runs as its examples do, with its presets' names. Memory is the anonymous part of the resident
-set, looked at twenty times a second. The last line is one JSON object.
+The model has decoder blocks of Qwen2.5-0.5B's shapes (`--layers`; 24 make the whole) after a tower of 8 small blocks, with
+random weights. Each process loads it, reads the same 16 samples with images (but for FP8 and RTN), quantizes the decoder's
+linear layers and writes a checkpoint. llm-compressor runs as its examples do, with its presets' names. Memory is the
+anonymous part of the resident set, looked at twenty times a second. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ ROWS = {  # a row of the table: the peer's process, and ours that are compared w
 }
 
 
-def write_model(folder: Path) -> None:
-    """Write the checkpoint."""
+def write_model(folder: Path, layers: int) -> None:
+    """Write a checkpoint of so many decoder blocks."""
     import torch
     from gpu import shapes
     from transformers import AutoModelForImageTextToText
 
     full = shapes.FULL["qwen2.5-vl-7b"]
-    text = {**full.text, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4}
+    text = {**full.text, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": layers}
     text |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
     text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
     sizes = {"depth": 8, "hidden_size": 640, "intermediate_size": 1708, "num_heads": 8, "out_hidden_size": 896}
@@ -73,7 +73,7 @@ def peer(name: str, model: Path, data: Path, out: Path) -> None:
     if name.startswith("auto-round"):
         from auto_round import AutoRound
 
-        AutoRound(str(model), scheme="W4A16", iters=0, device_map="cpu").quantize_and_save(
+        AutoRound(str(model), scheme="W4A16", iters=0, disable_opt_rtn=True, device_map="cpu").quantize_and_save(
             output_dir=str(out), format="auto_round"
         )
         return
@@ -113,9 +113,9 @@ def peer(name: str, model: Path, data: Path, out: Path) -> None:
 
 
 def measure(command: list[str], out: Path) -> dict[str, float]:
-    """What a process on one core costs (`process_cost`), and the bytes of weights that it wrote to `out`."""
+    """What a process costs (`process_cost`), and the bytes of weights that it wrote to `out`."""
     shutil.rmtree(out, ignore_errors=True)
-    cost = process_cost(command, ROOT, core=max(os.sched_getaffinity(0)))
+    cost = process_cost(command, ROOT)
     weights = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
     if not weights:
         raise SystemExit(f"{command} wrote no weights")
@@ -125,72 +125,70 @@ def measure(command: list[str], out: Path) -> dict[str, float]:
 
 
 def render(results: dict[str, list[dict[str, float]]]) -> str:
-    """The docs' table: medians of each peer's runs, then of ours, with the peer's figure divided by ours, lowest to highest."""
-    lines = ["| process | time | processor time | memory at the peak | weights written |", "|---|---|---|---|---|"]
-
-    def middle(name: str, key: str) -> float:
-        return statistics.median(run[key] for run in results[name])
-
+    """The docs' table: medians of a process's runs; of ours also how many times less they take, lowest to highest."""
+    lines = [
+        "| process | blocks | processor time | time | memory at the peak | weights written |",
+        "|---|---|---|---|---|---|",
+    ]
+    columns = (
+        ("layers", "", 1),
+        ("processor", " s", 1),
+        ("seconds", " s", 1),
+        ("anonymous", " GB", 1e9),
+        ("written", " GB", 1e9),
+    )
     for name, ours in ROWS.items():
-        if name not in results:
-            continue
-        for row in (name, *ours):
+        for row in (name, *ours) if name in results else ():
             cells = []
-            for key, unit, scale in (
-                ("seconds", "s", 1.0),
-                ("processor", "s", 1.0),
-                ("anonymous", "GB", 1e9),
-                ("written", "GB", 1e9),
-            ):
-                value = middle(row, key) / scale
-                text = f"{value:.0f} {unit}" if unit == "s" else f"{value:.2f} {unit}"
-                if row != name and key != "written":
-                    ratios = sorted(
-                        theirs[key] / base[key] for theirs, base in zip(results[name], results[row], strict=True)
-                    )
+            for key, unit, scale in columns:
+                value = statistics.median(run[key] for run in results[row]) / scale
+                text = f"{value:.{2 if scale > 1 else 0}f}{unit}"
+                if row != name and key in ("processor", "anonymous"):
+                    pairs = zip(results[name], results[row], strict=True)
+                    ratios = sorted(theirs[key] / run[key] for theirs, run in pairs)
                     times = dict.fromkeys(f"{ratio:.1f}" for ratio in (ratios[0], ratios[-1]))
                     text += f" ({' to '.join(times)} times less)"
                 cells.append(text)
-            label = row if row == name else f"`{row}`"
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            lines.append(f"| {row if row == name else f'`{row}`'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure or render; `--peer` is one process of a peer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 3 GB; the model is kept there")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="a place for 5 GB; models are kept there")
+    parser.add_argument("--layers", type=int, default=24, help="decoder blocks of the model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(ROWS), help="rows of the table")
+    parser.add_argument("--only", nargs="*", default=list(ROWS), help="peers, each of which is run next to ours")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--peer", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         return peer(args.peer[0], *map(Path, args.peer[1:]))
+    results: dict[str, list[dict[str, float]]] = json.loads(RESULTS.read_text())
     if not args.render:
         if args.work is None:
             parser.error("--work DIR is needed")
         from gpu import shapes
         from gpu.part import Place
 
-        model, out = args.work / "bf16", args.work / "out"
+        model, out = args.work / f"bf16-{args.layers}", args.work / f"out-{os.getpid()}"
         if not (model / "config.json").is_file():
             shutil.rmtree(model, ignore_errors=True)
-            write_model(model)
+            write_model(model, args.layers)
         data = shapes.calibration(Place(args.work, False))
-        results: dict[str, list[dict[str, float]]] = {}
-        for number in range(args.rounds):
-            for name in args.only:
+        for name in args.only:
+            results |= {row: [] for row in (name, *ROWS[name])}
+            for number in range(args.rounds):
                 for row in (name, *ROWS[name]):
                     command = [sys.executable, __file__, "--peer", row, str(model), str(data), str(out)]
                     if row in OURS:
                         command = ["vlmcompress", "quantize", str(model), "-o", str(out)]
                         command += OURS[row]
                         command += [] if row in DATA_FREE else ["--calib", str(data), "--samples", str(SAMPLES)]
-                    results.setdefault(row, []).append(measure(command, out))
+                    results[row].append({"layers": args.layers, **measure(command, out)})
                     print(number + 1, row, results[row][-1], file=sys.stderr)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    results = json.loads(RESULTS.read_text())
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(render(results))
     print(json.dumps(results))
 

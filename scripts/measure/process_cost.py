@@ -26,7 +26,7 @@ def work_or_render(doc: str, room: str) -> argparse.Namespace:
     return args
 
 
-def process_cost(command: list[str], folder: Path, core: int | None = None) -> dict[str, float]:
+def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     """Run a command with one thread of arithmetic: seconds of the clock (`seconds`) and of the processor (`user`, `system`),
     the peak of anonymous memory, its children's included, looked at twenty times a second (`anonymous`), bytes from and to the
     disk (`read`, `written`).
@@ -34,17 +34,15 @@ def process_cost(command: list[str], folder: Path, core: int | None = None) -> d
     Args:
         command: `vlmcompress` as its first word is the one of this checkout.
         folder: the working folder.
-        core: the only processor core that it may use; None: all.
 
     Raises:
         SystemExit: the command failed.
     """
     if command[0] == "vlmcompress":
         command = [sys.executable, "-m", *command]
-    pinned = [] if core is None else ["taskset", "-c", str(core)]
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
-    with subprocess.Popen([*pinned, *command], cwd=folder, stdout=sys.stderr, env=os.environ | settings) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=sys.stderr, env=os.environ | settings) as process:
         while process.poll() is None:
             peak = max(peak, sum(map(_anonymous, _family(process.pid))))
             time.sleep(0.05)
@@ -59,6 +57,15 @@ def process_cost(command: list[str], folder: Path, core: int | None = None) -> d
         "read": 512 * (after.ru_inblock - before.ru_inblock),
         "written": 512 * (after.ru_oublock - before.ru_oublock),
     }
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor seconds of a process and of all that descend from it, with those that have ended."""
+    ticks = 0
+    for member in _family(pid):
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _family(pid: int) -> list[int]:

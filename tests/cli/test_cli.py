@@ -193,26 +193,42 @@ IMPORTS = {
     # Calls of one process: exit code, and what none of them imports.
     **{f"{verb} --help".strip(): (0, LIBRARIES) for verb in ("", *VERBS)},
     **{call: (0, LIBRARIES) for call in ("--version", "list schemes", "list reducers", "list formats", "list targets")},
+    "check MODEL": (0, LIBRARIES),
     "check MODEL --nope": (2, LIBRARIES),
+    "check nowhere --scheme fp8": (2, LIBRARIES),
+    "check STRANGE": (2, LIBRARIES),
+    "check STRANGE --scheme fp8": (2, LIBRARIES),
     "check MODEL --scheme nope": (2, LIBRARIES),
     "check MODEL --scheme fp8 --target nope": (2, LIBRARIES),
     "quantize MODEL -o OUT --scheme fp8 --set nope=1": (2, LIBRARIES),
+    "quantize MODEL -o OUT --scheme fp8 --reduce nope": (2, LIBRARIES),
+    "quantize nowhere -o OUT/new --scheme fp8": (2, LIBRARIES),
+    "quantize STRANGE -o OUT/new --scheme fp8": (2, LIBRARIES),
+    "calibrate OUT -o OUT/new": (2, LIBRARIES),
+    "recover nowhere -o OUT/new": (2, LIBRARIES),
+    "search nowhere -o OUT/new --data nowhere --calib nowhere --target a100 --max-drop 0.01": (2, LIBRARIES),
     "plan nowhere": (2, LIBRARIES),
+    "plan STRANGE": (2, LIBRARIES),
+    "plan MODEL --reduce nope": (2, LIBRARIES),
     "plan MODEL --target nope": (2, LIBRARIES),
     "tokens nowhere --image-size 56x56": (2, LIBRARIES),
+    "tokens STRANGE --image-size 56x56": (2, LIBRARIES),
     "tokens MODEL --image-size nope": (2, LIBRARIES),
+    "tokens MODEL --image-size 56x56 --reduce nope": (2, LIBRARIES),
     "inspect nowhere --image a.png --reduce pool -o new.png": (2, LIBRARIES),
     "doctor nowhere": (2, LIBRARIES),
+    "doctor OUT": (2, LIBRARIES),
     "convert nowhere -o OUT": (2, LIBRARIES),
+    "convert MODEL -o OUT --format nope": (2, LIBRARIES),
     "export nowhere -o OUT --format awq": (2, LIBRARIES),
     "push nowhere org/name": (2, LIBRARIES),
     "serve nowhere": (2, LIBRARIES),
-    # What follows knows schemes, or reducers, which compute with torch.
-    "quantize nowhere -o OUT/new --scheme fp8": (2, {"transformers", *UNUSED}),
-    "calibrate OUT -o OUT/new": (2, {"transformers", *UNUSED}),
+    "eval nowhere --baseline MODEL": (2, LIBRARIES),
+    "eval MODEL --baseline nowhere": (2, LIBRARIES),
+    "bench nowhere --baseline MODEL": (2, LIBRARIES),
+    # What follows knows a scheme's options, whose module computes with torch.
+    "check MODEL --scheme fp8 --set options.nope=1": (2, {"transformers", *UNUSED}),
     "quantize MODEL -o MODEL/out --scheme fp8": (2, {"transformers", *UNUSED}),
-    "plan MODEL --reduce nope": (2, {"transformers", *UNUSED}),
-    "tokens MODEL --image-size 56x56 --reduce nope": (2, {"transformers", *UNUSED}),
     # And this needs the model's classes.
     "check MODEL --scheme fp8": (0, UNUSED),
     "plan MODEL --target h100": (0, UNUSED),
@@ -231,8 +247,11 @@ def test_what_calls_import(model, tmp_path):
         "    imports[call] = code, sorted({name.partition('.')[0] for name in sys.modules})\n"
         "print(json.dumps(imports))"
     )
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text('{"model_type": "strange", "vision_config": {}}')
+    places = {"MODEL": str(model), "OUT": str(tmp_path), "STRANGE": str(tmp_path / "strange")}
     calls = [
-        (call, [word.replace("MODEL", str(model)).replace("OUT", str(tmp_path)) for word in call.split()])
+        (call, [re.sub("MODEL|OUT|STRANGE", lambda match: places[match[0]], word) for word in call.split()])
         for call in IMPORTS
     ]
     done = subprocess.run([sys.executable, "-c", code, json.dumps(calls)], capture_output=True, text=True, check=True)
@@ -249,8 +268,8 @@ def test_flags_of_every_verb_may_stand_before_it(capfd):
     assert cli.parse(["--debug", "list"]).debug and not cli.parse(["list"]).debug
 
 
-def test_errors_as_json(capfd):
-    assert cli.main(["quantize", "m", "--scheme", "rtnn", "--json"]) == 2
+def test_errors_as_json(capfd, model):
+    assert cli.main(["quantize", str(model), "--scheme", "rtnn", "--json"]) == 2
     data = json.loads(capfd.readouterr().out)
     assert data["ok"] is False and data["exit_code"] == 2 and "did you mean 'rtn'" in data["error"]
 

@@ -183,24 +183,24 @@ def commands() -> Iterator[tuple[str, str]]:
     yield from each(
         "quantize",
         {
-            "m --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
-            "m --scheme": "--scheme needs a value",
-            "m --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
-            "m --scheme rtn --tp 0": "--tp 0 is not a number of devices; give 1 or more",
-            "m --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
-            "m --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
-            "m --scheme rtn --bits four": "--bits: invalid int value: 'four'",
-            "m --scheme int5": "unknown scheme 'int5'; choose from awq, fp8",
-            "m extra --scheme rtn": "takes no 'extra'",
-            "m --samples many": "argument --samples: invalid int value: 'many'",
-            "m --set seed": "--set seed is not of the form key.sub=value",
-            "m --scheme gptqq": "unknown scheme 'gptqq'; did you mean 'gptq'",
-            "m --scheme rtn --set optons.bits=4": "command line: unknown key 'optons'",
-            "m": "no scheme given",
+            "llava --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
+            "llava --scheme": "--scheme needs a value",
+            "llava --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
+            "llava --scheme rtn --tp 0": "--tp 0 is not a number of devices; give 1 or more",
+            "llava --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
+            "llava --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
+            "llava --scheme rtn --bits four": "--bits: invalid int value: 'four'",
+            "llava --scheme int5": "unknown scheme 'int5'; choose from awq, fp8",
+            "llava extra --scheme rtn": "takes no 'extra'",
+            "llava --samples many": "argument --samples: invalid int value: 'many'",
+            "llava --set seed": "--set seed is not of the form key.sub=value",
+            "llava --scheme gptqq": "unknown scheme 'gptqq'; did you mean 'gptq'",
+            "llava --scheme rtn --set optons.bits=4": "command line: unknown key 'optons'",
+            "llava": "no scheme given",
             "--scheme rtn": "no model given",
-            "m --target a100 --scheme fp8": "A100 80GB has no FP8 tensor cores",
+            "llava --target a100 --scheme fp8": "A100 80GB has no FP8 tensor cores",
             "/no/such/model --scheme rtn -o new": "does not exist",
-            "m --scheme rtn": "no output folder given; add -o OUT",
+            "llava --scheme rtn": "no output folder given; add -o OUT",
             "llava -o new --scheme awk": "did you mean 'awq'",
             "llava -o new --scheme rtn --target h10": "did you mean 'h100'",
             "llava -o new --scheme fp8 --target a100": "A100.*int8",
@@ -231,7 +231,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for key in ("seed", "calibrate.samples", "calibrate.max_length"):
         yield f"{RTN} --set {key}={'9' * 30}", f"{key} is 9{{30}}, it should be less than or equal to"
     yield "search m -o o --dataset d", r"takes no '--dataset'; did you mean '--calib' or '--data'\?"
-    yield "check m --scheme rtn --engine vlm", "unknown engine 'vlm'; did you mean 'vllm'"
+    yield "check llava --scheme rtn --engine vlm", "unknown engine 'vlm'; did you mean 'vllm'"
     yield from each(
         "serve",
         {
@@ -243,7 +243,7 @@ def commands() -> Iterator[tuple[str, str]]:
         },
     )
     yield "eval out", "missing --baseline"
-    yield "eval out --baseline m --limit 0", "--limit is 0"
+    yield "eval out --baseline llava --limit 0", "--limit is 0"
     yield "eval /no/such/out --baseline m", "no such checkpoint"
     yield from each(
         EVAL,
@@ -409,6 +409,13 @@ def formats() -> Iterator[tuple[str, str, str]]:
         ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp does not support"),
         ("gguf", "qwen", "--scheme rtn", "112 pixels"),
         ("gguf", "glm4v", "--scheme rtn", "does not support the family glm4v"),
+        ("mlx", "qwen", "--scheme rtn --group-size 16", "not for group_size 16"),
+        ("mlx", "qwen", "--scheme rtn --bits 7", "8 bits, not of 7"),
+        ("mlx", "qwen", "--scheme int8", "use a weight-only scheme"),
+        ("mlx", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
+        ("mlx", "qwen", "--scheme none --reduce dart:0.5", "MLX runs coverage, divprune, pool, uniform alone"),
+        ("mlx", "llava_next", "--scheme rtn", "no class for LlavaNextForConditionalGeneration"),
+        ("mlx", "internvl", "--scheme rtn", "a decoder of the type qwen3, not qwen2"),
     ):
         yield family, f"quantize {family} -o new --format {form} {flags}", message
 
@@ -605,6 +612,16 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
         of_another_kind,
         "doctor model --engine vllm",
         "type .bert. is not a vision-language model",
+    ),
+    "MLX by its config alone": (
+        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
+        "convert llava -o new",
+        "no linear layer is quantized as the config says",
+    ),
+    "MLX to bench": (
+        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
+        "bench llava --baseline llava",
+        "is for MLX, whose server counts .* vlmcompress serve llava writes",
     ),
     "broken gguf": (broken_gguf, "convert model -o new", "has GGUF files, which are written and not read"),
     # evaluation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 
 from vlmcompress.engines import EngineSettings, Request, Run, get_engine, openai
+from vlmcompress.engines.vllm.worker import with_frames
 from vlmcompress.utils.errors import UserError
 
 Reply = tuple[int, str] | None  # None: hang up
@@ -89,10 +91,12 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     (tmp_path / "c.mp4").write_bytes(b"film")
     picture = {"type": "image_url", "image_url": {"url": (tmp_path / "a b.png").as_uri()}}
     video = {"type": "video_url", "video_url": {"url": (tmp_path / "c.mp4").as_uri()}}
+    (tmp_path / "d.frames").write_text("Zg==,Zw==")
+    frames = {"type": "video_url", "video_url": {"url": (tmp_path / "d.frames").as_uri()}}
     first = [{"token": "red", "logprob": -0.1}, {"token": "blue", "logprob": -3.0}]
     logprobs = {"content": [{"token": "red", "logprob": -0.1, "top_logprobs": first}]}
     server.reply = lambda _: (200, json.dumps(GOOD | {"choices": [GOOD["choices"][0] | {"logprobs": logprobs}]}))
-    content = [picture, {"type": "text", "text": "what"}, video]
+    content = [picture, {"type": "text", "text": "what"}, video, frames]
     request = Request("q", [{"role": "user", "content": content}], max_tokens=5)
     arrived: list[str] = []
     run = server.engine.answer("small", [request], media=tmp_path, settings=EngineSettings(logprobs=2),
@@ -102,7 +106,12 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     assert answer.first == {"red": -0.1, "blue": -3.0} and arrived == ["q"]
     (body,) = server.asked
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_logprobs"]) == ("small", 5, 0.0, 2)
-    sent, text, filmed = body["messages"][0]["content"]
+    sent, text, filmed, listed = body["messages"][0]["content"]
+    assert listed == {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,Zg==,Zw=="}}
+    assert with_frames(copy.deepcopy(request.messages))[0]["content"] == [
+        *content[:3],
+        listed,
+    ]  # our vLLM gets the same
     assert filmed == {
         "type": "video_url",
         "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(b'film').decode()}"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +30,7 @@ def record(errors: dict[str, dict[str, float]]) -> dict:
     }
 
 
-def rendered(folder: Path, form: str, **config: str) -> tuple[str, dict, readers.LoadFacts]:
+def rendered(folder: Path, form: str, **config: Any) -> tuple[str, dict, readers.LoadFacts]:
     """The card of a made-up checkpoint: its text, its metadata, and what is known of the checkpoint."""
     folder.mkdir()
     content = {"architectures": [QWEN], "model_type": "qwen2_5_vl"} | config
@@ -68,9 +69,10 @@ def test_zero_points_name_the_versions_that_load_them(tmp_path: Path) -> None:
     assert "pip install 'transformers>=5.15' compressed-tensors" in plain and "dequantize" not in plain
 
 
-@pytest.mark.parametrize("form", ["gguf", "openvino"])
+@pytest.mark.parametrize("form", ["gguf", "mlx", "openvino"])
 def test_folders_of_other_engines_carry_no_text_of_vllms(form: str, tmp_path: Path) -> None:
-    text, metadata, facts = rendered(tmp_path / "out", form)
+    block = {"quant_method": form, "bits": 4, "group_size": 64}
+    text, metadata, facts = rendered(tmp_path / "out", "bf16", quantization_config=block)
     page = launch.render_launch_files(facts)["README.md"]
     assert form in metadata["tags"] and "vllm" not in metadata["tags"] and "library_name" not in metadata
     assert "vllm serve" not in text and "AutoModel" not in text

@@ -22,6 +22,7 @@ from vlmcompress.export import write as checkpoint
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.utils import model_folder, tensor_files
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_headers import read_entries
 
 pytestmark = pytest.mark.representatives
 
@@ -111,13 +112,11 @@ def test_shards(source, out):
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {
-        entry.name: file.name
-        for file in files
-        for entry in sorted(tensor_files.read_entries(file), key=lambda e: e.name)
+        entry.name: file.name for file in files for entry in sorted(read_entries(file), key=lambda e: e.name)
     }
-    assert index["metadata"]["total_size"] == sum(e.spec.nbytes for f in files for e in tensor_files.read_entries(f))
+    assert index["metadata"]["total_size"] == sum(e.spec.nbytes for f in files for e in read_entries(f))
     for file in files:
-        sizes = [entry.spec.nbytes for entry in tensor_files.read_entries(file)]
+        sizes = [entry.spec.nbytes for entry in read_entries(file)]
         assert sum(sizes) <= 200_000 or len(sizes) == 1
     whole = out.with_name("whole")
     rtn.write(out, whole, W4)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmcompress import models
+from vlmcompress.models import _checks
 from vlmcompress.models._checks import engine_architectures
 from vlmcompress.utils.errors import UserError
 
@@ -133,6 +135,12 @@ def test_what_is_said_to_be_unsupported_is(folder):
     supported = {name for spec in models.all_specs() for name in spec.model_types}
     assert not supported & set(models.UNSUPPORTED)
     assert engine_architectures().isdisjoint({MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["glm46v"]})
+
+
+def test_what_transformers_has_is_read_from_its_source():
+    assert dict(_checks.transformers_classes()) == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    assert all(_checks.in_transformers({"model_type": name}) for name in CONFIG_MAPPING_NAMES)
+    assert not _checks.in_transformers({"model_type": "qwen2"[:-1]})
 
 
 def spec_architecture(spec: models.ModelSpec) -> str:

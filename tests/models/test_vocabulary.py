@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.kit.inputs import encode
 from vlmcompress import models
@@ -122,6 +123,18 @@ def test_embeddings_are_rounded_row_by_row_and_read_by_transformers(kind, writte
         torch.testing.assert_close(
             answering.get_input_embeddings()(ids), source.model.get_input_embeddings()(ids), atol=0.02, rtol=0.02
         )
+
+
+def test_in_mlx_a_tied_head_reads_the_quantized_embedding(checkpoint, tmp_path):
+    """As mlx-vlm's own conversion has it: no matrix for the head, and 4 bits with zero points."""
+    keys = {"model": str(checkpoint("gemma3")), "scheme": "rtn", "options": {"group_size": 32}, "format": "mlx"}
+    quantize(resolve(keys | {"out": str(tmp_path / "out"), "embeddings": "w4a16"}).recipe)
+    config, stored = models.read_config(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    assert config.get("tie_word_embeddings", True) and not [name for name in stored if "lm_head" in name]
+    embedding = next(name.removesuffix(".scales") for name in stored if name.endswith("embed_tokens.scales"))
+    scales, biases = (stored[f"{embedding}.{part}"].float() for part in ("scales", "biases"))
+    assert stored[f"{embedding}.weight"].dtype == torch.uint32
+    assert (-8 * scales != biases).any()
 
 
 def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):

@@ -21,7 +21,7 @@ from vlmcompress.models import FloatType
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 WEIGHTS = "model.safetensors"
 Cast = Callable[[torch.Tensor], torch.Tensor]

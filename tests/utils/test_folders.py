@@ -103,6 +103,12 @@ def test_disk_full_is_a_user_error(place, number):
     assert not list(out.parent.iterdir())
 
 
+def test_weights_are_written_by_what_knows_a_full_disk():
+    """A draft's once were not: safetensors' own error ended in a traceback."""
+    users = [file for file in (ROOT / "vlmcompress").rglob("*.py") if "save_file(" in file.read_text()]
+    assert users == [Path(folders.__file__)]
+
+
 def test_exists(place):
     source, out = place
     ours(out, "old")

@@ -20,8 +20,9 @@ from tests.kit.hub_server import Hub, serving
 from vlmcompress import cli
 from vlmcompress.engines.vllm import serve, speculation
 from vlmcompress.export import manifest
-from vlmcompress.utils import hub, tensor_files
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_headers import read_entries
 
 NEVER = ("pytorch_model.bin", "training_args.pt", "modeling.py", "original/consolidated.safetensors", "model.fp16.bin")
 
@@ -153,8 +154,8 @@ def test_a_header_longer_than_a_request(online, source, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     online.add("org/long", {"config.json": b"{}", "model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
     header = hub.local("org/long", weights="headers") / "model.safetensors"
-    ends = [(entry.name, entry.end) for entry in tensor_files.read_entries(tmp_path / "model.safetensors")]
-    assert [(entry.name, entry.end) for entry in tensor_files.read_entries(header)] == ends
+    ends = [(entry.name, entry.end) for entry in read_entries(tmp_path / "model.safetensors")]
+    assert [(entry.name, entry.end) for entry in read_entries(header)] == ends
     assert 2**17 < header.stat().st_size == (tmp_path / "model.safetensors").stat().st_size
 
 

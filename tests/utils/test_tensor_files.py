@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import FLOATS, Entry, Spec, read_entries
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_bytes_are_those_of_the_library(tmp_path, tensors):
 def test_entries_and_values(tmp_path, tensors):
     """Oracle: `safetensors.torch.load_file`."""
     save_file(tensors, tmp_path / "file")
-    entries = tensor_files.read_entries(tmp_path / "file")
+    entries = read_entries(tmp_path / "file")
     loaded = load_file(tmp_path / "file")
     assert {entry.name for entry in entries} == loaded.keys()
     for entry in entries:
@@ -50,7 +50,7 @@ def test_entries_and_values(tmp_path, tensors):
 
 def test_copy_moves_the_bytes(tmp_path, tensors):
     save_file(tensors, tmp_path / "file")
-    entry = next(e for e in tensor_files.read_entries(tmp_path / "file") if e.name == "b.bf16")
+    entry = next(e for e in read_entries(tmp_path / "file") if e.name == "b.bf16")
     with (tmp_path / "copy").open("wb") as file:
         tensor_files.copy_at(entry, file.fileno(), 3)
     assert (tmp_path / "copy").read_bytes()[3:] == bytes(tensor_files.to_bytes(tensors["b.bf16"]))
@@ -61,14 +61,14 @@ def test_copy_moves_the_bytes(tmp_path, tensors):
 )
 def test_a_failed_read_is_one_of_the_source(tmp_path, file, reason):
     """Not of the output that is being written meanwhile. Address 0 of a process cannot be read, as a bad sector cannot."""
-    entry = tensor_files.Entry(Path(file), "x", tensor_files.Spec("BF16", (8,)), 0, 16)
+    entry = Entry(Path(file), "x", Spec("BF16", (8,)), 0, 16)
     with (tmp_path / "copy").open("wb") as copy, folders.user_errors(tmp_path):
         for read in (tensor_files.read_tensor, lambda entry: tensor_files.copy_at(entry, copy.fileno(), 0)):
             with pytest.raises(UserError, match=f"cannot read {file}: {reason}; restore it and run again"):
                 read(entry)
 
 
-@pytest.mark.parametrize("code", tensor_files.FLOATS)
+@pytest.mark.parametrize("code", FLOATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_not_copied(tmp_path, code, bad):
     """The largest finite numbers are."""
@@ -77,9 +77,9 @@ def test_what_is_no_number_is_not_copied(tmp_path, code, bad):
         save_file({"x": tensor}, tmp_path / name)
         tensor[-1, 0] = bad
     with (tmp_path / "copy").open("wb") as file:
-        tensor_files.copy_at(*tensor_files.read_entries(tmp_path / "finite"), file.fileno(), 0)
+        tensor_files.copy_at(*read_entries(tmp_path / "finite"), file.fileno(), 0)
         with pytest.raises(UserError, match="tensor 'x' holds NaN or infinity"):
-            tensor_files.copy_at(*tensor_files.read_entries(tmp_path / "other"), file.fileno(), 0)
+            tensor_files.copy_at(*read_entries(tmp_path / "other"), file.fileno(), 0)
 
 
 def damage_header(raw: bytes, change) -> bytes:
@@ -110,12 +110,12 @@ def test_a_damaged_file_is_named(tmp_path, tensors, damage):
     save_file(tensors, path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match="file.safetensors"):
-        tensor_files.read_entries(path)
+        read_entries(path)
 
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
-        tensor_files.read_entries(tmp_path / "none")
+        read_entries(tmp_path / "none")
 
 
 def test_split_fills_in_order():

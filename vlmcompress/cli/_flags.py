@@ -346,8 +346,8 @@ def judging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe values of the given flags, nested; falsy values are kept."""
+def recipe_values(args: argparse.Namespace, family: bool = True) -> dict[str, Any]:
+    """The recipe values of the given flags, nested; falsy values are kept. `family`, `UserError`: as in `check_model`."""
     from vlmcompress.utils.settings import assign
 
     values: dict[str, Any] = {}
@@ -361,15 +361,30 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
             into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
     for setting in args.set:
         assign(values, setting)
+    if isinstance(name := values.get("model"), str):
+        check_model(name, family)
     return values
 
 
-def check_model(name: str) -> None:
-    """Raise `UserError` for a MODEL, a path or an id, that is a path with no model, before libraries are imported."""
+def check_model(name: str, family: bool = True) -> dict[str, Any]:
+    """Read the config.json of a MODEL, without libraries that take seconds to import; empty for an id and an adapter.
+
+    Args:
+        family: whether the model must be of a family that can be quantized.
+
+    Raises:
+        UserError: a path with no model, with no valid config.json, or with a model of no such family.
+    """
+    from vlmcompress import models
     from vlmcompress.utils import hub, model_folder
 
-    if hub.parse_repository(name) is None:
-        model_folder.check_model(Path(name))
+    if hub.parse_repository(name) is not None:
+        return {}
+    model_folder.check_model(Path(name))
+    config = {} if model_folder.is_adapter(Path(name)) else models.read_config(name, weights=False)
+    if config and family:
+        models.spec_for(config)
+    return config
 
 
 def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.most < 1:
         raise UserError(f"--most is {args.most}; it should be at least 1")
     args.max_drop = round(1 - args.min_agreement, 9)
-    prompts = _prompts(args.prompts)
     request = search.request(args)
+    prompts = _prompts(args.prompts)
     from vlmcompress.evaluation.search import own_answers, trial_log
     from vlmcompress.evaluation.search.search import QUESTIONS, setup_of
     from vlmcompress.utils.work_folder import locked_output

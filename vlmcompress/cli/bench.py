@@ -57,6 +57,10 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them if a gate is given."""
+    from vlmcompress.evaluation import sides
+
+    for model in (args.out, args.baseline):
+        sides.check_path(model, "vllm")
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs

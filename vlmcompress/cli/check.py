@@ -33,9 +33,11 @@ def run(args: argparse.Namespace) -> Outcome:
     """Check the recipe against model, target and engine; MODEL alone: what it can have. Exit code 2 if a check fails."""
     from vlmcompress.recipe import resolve
 
-    values = _flags.recipe_values(args)
+    values = _flags.recipe_values(args, family=False)
     if values.keys() == {"model"} and not args.recipe:
         return _support(values["model"])
+    if "model" in values:
+        _flags.check_model(values["model"])
     recipe = resolve(values, args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
     from vlmcompress.quantization.plan.findings import engine_of, findings
@@ -52,7 +54,6 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _support(model: str) -> Outcome:
     """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
-    _process.import_transformers()
     from vlmcompress.quantization.plan.support import model_support
 
     results = model_support(hub.local(model, weights="none"))

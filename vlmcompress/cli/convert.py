@@ -16,7 +16,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the quantized checkpoint, or its id on the Hub")
     converting(parser, default="compressed-tensors")
     parser.epilog = (
-        "Reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8 and ModelOpt, from safetensors only.\n"
+        "Reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round, FP8, ModelOpt and MLX, from safetensors only.\n"
         "Nothing is rounded again. The result has a manifest, which doctor, eval, bench and serve use."
     )
 
@@ -25,5 +25,5 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint in the chosen format."""
     from vlmcompress.utils import hub
 
-    _flags.check_model(args.model)
+    _flags.check_model(args.model, family=False)
     return carry_out(hub.local(args.model), args)

@@ -46,8 +46,8 @@ def options(parser: Parser) -> None:
         "--score",
         default="auto",
         metavar="NAME",
-        help="how to score your own data: exact, normalized, contains, anls, regex:PATTERN or FILE.py:FUNCTION; default: "
-        "auto, which depends on the baseline's first answers",
+        help="how to score your own data: exact, normalized, contains, anls, box, edit, regex:PATTERN or FILE.py:FUNCTION; "
+        "default: auto, which depends on the baseline's first answers",
     )
     parser.add_argument(
         "--engine",
@@ -76,12 +76,20 @@ def options(parser: Parser) -> None:
     _flags.judging(parser)
     _flags.restartable(parser)
     parser.add_argument(
-        "--max-drop", type=float, metavar="SHARE", help="a gate of one rule: the allowed loss of accuracy, e.g. 0.01"
+        "--max-drop",
+        metavar="[SUITE=]SHARE",
+        action="append",
+        default=[],
+        help="a gate of one rule: the allowed loss of accuracy, e.g. 0.01; of a suite: pages=0.01; may be repeated",
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them if a gate is given."""
+    from vlmcompress.evaluation import sides
+
+    sides.check_path(args.out, args.engine)
+    sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL

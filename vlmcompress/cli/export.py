@@ -11,6 +11,7 @@ from pathlib import Path
 from vlmcompress.cli import _process
 from vlmcompress.cli._outcome import OK, Outcome
 from vlmcompress.utils.progress import ProgressBar
+from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.text import duration, size, table
 
 GROUP = "carry on"
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
     """Write `source` in another format; `args`: the flags of `converting`."""
+    FORMATS.check(args.format)
     _process.import_transformers()
     from vlmcompress.export import manifest
     from vlmcompress.export.convert import convert

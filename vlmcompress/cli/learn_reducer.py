@@ -52,6 +52,7 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Train the network and report its held-out divergence."""
+    values = _flags.recipe_values(args)
     from vlmcompress.recipe import resolve
     from vlmcompress.reduction.choice import make_choice
     from vlmcompress.utils import yaml_files
@@ -61,7 +62,6 @@ def run(args: argparse.Namespace) -> Outcome:
     keep = make_choice(
         "learned", {"keep": yaml_files.parse_yaml(args.keep, "--keep")}, f"--keep {args.keep}"
     ).options.keep
-    values = _flags.recipe_values(args)
     trained_on = "a scorer is trained on images with questions"
     _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, trained_on)
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer

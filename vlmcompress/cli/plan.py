@@ -77,16 +77,18 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Plan the memory and throughput of serving. Exit code 2 if no format fits."""
+    from vlmcompress import models
+
     fields = _request_fields(args)
     sizes = [parse_pixels(text, "--sizes", most=9_999_999) for text in (args.sizes or SIZES).split(",")]
     if args.plot and Path(args.plot).suffix != ".svg":
         raise UserError(f"--plot {args.plot} should end in .svg")
     if args.plot and not Path(args.plot).parent.is_dir():
         raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
-    _flags.check_model(args.model)
+    models.check_type(_flags.check_model(args.model, family=False))
     reducer = None
     if args.reduce:
-        from vlmcompress.reduction.choice import parse_reducer  # which brings torch along
+        from vlmcompress.reduction.choice import parse_reducer
 
         reducer = parse_reducer(args.reduce)
     _process.import_transformers()

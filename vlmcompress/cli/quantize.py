@@ -165,10 +165,12 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
     facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
-    served = recipe.get("engine", "vllm") == "vllm" and readers.load_verdict("vllm", facts).reason is None
-    engine = f" --engine {other} --baseline-engine hf" if other else " --engine hf"
-    compare = evaluation_command(out, model, "" if served else engine)
-    serve = f"vlmcompress serve {shlex.quote(str(out))}"
+    in_vllm = (
+        not other and recipe.get("engine", "vllm") == "vllm" and readers.load_verdict("vllm", facts).reason is None
+    )
+    engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
+    compare = evaluation_command(out, model, engine)
+    serve = f"vlmcompress serve {shlex.quote(str(out))}{' --engine mlx' if other == 'mlx' else ''}"
     return {
         "ok": True,
         "out": str(out),
@@ -176,7 +178,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "weights_before": before,
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
-        "devices": manifest["devices"],
+        "devices": [] if other else manifest["devices"],
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "kv_cache": kv_cache(manifest["kv_cache"]),
@@ -185,7 +187,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "visual_tokens": manifest.get("visual_tokens"),
         "warnings": manifest["warnings"],
         "timing": manifest.get("timing", {}),
-        "next": [compare, serve] if served else [compare],
+        "next": [compare, serve] if in_vllm or other in ("llamacpp", "mlx") else [compare],
     }
 
 
@@ -225,7 +227,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         reducer = reducer_of_setting(done["reduce"]) if done["reduce"] else None
         resize = Resize(**done["resize"]) if done["resize"] else None
         lines.append(f"  images    {VisualTokens(reducer, False, done['visual_tokens'], resize).text}")
-    lines.append(f"  devices   {devices_text(done['devices'])}")
+    if done["devices"]:
+        lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
     for number, layer in enumerate(done["worst_layers"]):

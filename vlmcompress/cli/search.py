@@ -117,12 +117,12 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def request(args: argparse.Namespace) -> SearchRequest:
     """The search request that the flags describe."""
-    from vlmcompress.evaluation.search.search import SearchRequest
-    from vlmcompress.evaluation.search.speed import TypicalRequest
-
     check(args)
     image = parse_pixels(args.image_size, "--image-size", most=999_999)
     base = _flags.recipe_values(args)
+    from vlmcompress.evaluation.search.search import SearchRequest
+    from vlmcompress.evaluation.search.speed import TypicalRequest
+
     out = Path(base.pop("out"))
     return SearchRequest(
         base=base,

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--kv-cache {args.kv_cache}: no such type{did_you_mean(args.kv_cache, CACHE_BYTES)}")
     sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
     _flags.check_model(args.model)
-    from vlmcompress.reduction.choice import compared  # which brings torch along
+    from vlmcompress.reduction.choice import compared
 
     resize, reducers = compared(args.reduce)
     _process.import_transformers()

@@ -60,10 +60,13 @@ def serve(folder: str | Path, host: str, port: int, refused: Sequence[str], extr
     if reason := mlx_reducers.refusal(config):
         raise UserError(f"{folder}: {reason}")
     readers.refuse_unreadable(folder, ["mlx"], "write it by vlmcompress export --format mlx")
-    if not available("mlx_vlm"):
-        raise UserError(f"{interpreter()} has no mlx-vlm; {ADVICE}")
+    for package in ("mlx_vlm", "mlx_audio"):  # the second is the server's
+        if not available(package):
+            raise UserError(f"{interpreter()} has no {package.replace('_', '-')}; {ADVICE}")
     check_port(host, port)
     flags = ["--model", folder.name, "--host", host, "--port", str(port), *extra]
+    if "vlmcompress" in config and mlx_reducers.name_of(config) not in mlx_reducers.MROPE:
+        flags += ["--max-num-seqs", "1"]
     print(f"mlx-vlm's server\n\n{example(folder, host, port)}\n", file=sys.stderr, flush=True)
     os.chdir(folder.parent)
     server = str(Path(__file__).with_name("mlx_server.py"))

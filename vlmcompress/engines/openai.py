@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from vlmcompress.engines import Answer, Engine, Job, Refusals, Request, Run, first_tokens, media_file
+from vlmcompress.models.data.video import FRAMES_FILE
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -138,12 +139,13 @@ class _Session:
         for part in Request(request.id, messages).media():  # images and videos as data: addresses
             try:
                 path = media_file(part[part["type"]]["url"], self.job.media)
-                encoded = base64.b64encode(path.read_bytes()).decode()
+                frames = path.suffix == FRAMES_FILE
+                encoded = path.read_text() if frames else base64.b64encode(path.read_bytes()).decode()
             except ValueError as error:
                 raise UserError(f"{sample}: {error}") from error
             except OSError as error:
                 raise UserError(f"{sample}: {path} can't be read ({error.strerror})") from error
-            kind = mimetypes.guess_type(path.name)[0] or "image/png"
+            kind = "video/jpeg" if frames else mimetypes.guess_type(path.name)[0] or "image/png"
             part[part["type"]] = {"url": f"data:{kind};base64,{encoded}"}
         try:
             raw = await self.client.chat.completions.with_raw_response.create(

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vlmcompress import __version__, models
-from vlmcompress.evaluation.results import Calibration, Provenance, Side
+from vlmcompress.evaluation.results import FILE, Calibration, Provenance, Side
 from vlmcompress.export import card, manifest, readers
 from vlmcompress.models import read_json, shards
 from vlmcompress.reduction import block as reducer_block
@@ -21,7 +21,6 @@ from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import note
-from vlmcompress.utils.registry import FORMATS
 
 
 def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
@@ -50,15 +49,13 @@ def side(model: str | Path, engine: Mapping[str, Any]) -> Side:
 def _weight_bytes(path: Path, record: Mapping[str, Any]) -> int:
     """Bytes of a checkpoint's tensors: its safetensors files without headers; without such files, the manifest's value, or
     0."""
-    if format_engine(path):
-        return record["size"]["weights_after"] if record else 0
     try:
         count = 0
         for file in shards(path):
             with file.open("rb") as stream:
                 count += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-    except (UserError, OSError):  # only pickles, or a file is missing: the engine reports that
-        return 0
+    except (UserError, OSError):  # GGUF, OpenVINO's files, only pickles, or a file is missing: the engine reports that
+        return record["size"]["weights_after"] if record else 0
     return max(count, 0)
 
 
@@ -121,13 +118,6 @@ def _reducer(path: Path) -> str:
     return str(block.reducer) if block else ""
 
 
-def format_engine(path: Path) -> str:
-    """The only engine that loads a checkpoint's format, from its config.json; empty if there is no such engine."""
-    quantization = read_json(path / "config.json", "config").get("quantization_config") or {}
-    method = str(quantization.get("quant_method"))
-    return FORMATS.constant(method, "ENGINE") or "" if method in FORMATS else ""
-
-
 def folder(model: str | Path, *engines: str) -> Path:
     """Return the folder of a checkpoint, after checking that one is there.
 
@@ -148,6 +138,18 @@ def folder(model: str | Path, *engines: str) -> Path:
     if engines:
         readers.refuse_unreadable(path, engines)
     return path
+
+
+def is_report(model: str | Path) -> bool:
+    """Whether a path is an earlier report, a folder or its `results.json`, and not a checkpoint."""
+    path = Path(model)
+    return path.suffix == ".json" or ((path / FILE).is_file() and not (path / "config.json").is_file())
+
+
+def check_path(model: str | Path, engine: str) -> None:
+    """Check a path as `folder` does, before anything slow is imported; not an id, a report, or what a server calls a model."""
+    if not engine.startswith("openai:") and hub.parse_repository(model) is None and not is_report(model):
+        folder(model)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from vlmcompress.utils.identity import unchanged
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG as CONFIG
 from vlmcompress.utils.model_folder import ADAPTER_WEIGHTS as WEIGHTS
 from vlmcompress.utils.model_folder import adapter_files
-from vlmcompress.utils.tensor_files import Entry
+from vlmcompress.utils.tensor_headers import FLOATS, Entry, read_entries
 
 RECORD = ".adapter.json"
 _TRAINED, _OF_BASE_MODULE = re.compile(r"\.modules_to_save(\.default)?\."), ".original_module."
@@ -321,7 +321,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
         raise UserError(f"{folder} has {pickled} instead of {WEIGHTS}; save it with safe_serialization=True")
     names = [
         (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
-        for entry in tensor_files.read_entries(folder / WEIGHTS)
+        for entry in read_entries(folder / WEIGHTS)
         if _OF_BASE_MODULE not in entry.name
     ]
     # PEFT saves a fully trained embedding also under its name during training
@@ -333,7 +333,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
     if len(entries) < len(names):
         raise UserError(f"{folder / WEIGHTS} has two tensors of one name; save the adapter again")
     for name, entry in entries.items():
-        if entry.spec.dtype not in tensor_files.FLOATS:
+        if entry.spec.dtype not in FLOATS:
             raise UserError(f"{folder / WEIGHTS}: '{name}' is {entry.spec.dtype}; adapters are floats of 16 or 32 bits")
     return entries
 

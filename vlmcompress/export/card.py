@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from vlmcompress.export import launch, launch_files, manifest, readers
-from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import json_files, yaml_files
@@ -203,6 +202,11 @@ def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
             f"{first}\n\n```sh\npip install openvino-genai pillow\n"
             f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
         )
+    if facts.method == "mlx":
+        ask = f'python -m mlx_vlm.generate --model {folder} --image photo.jpg --prompt "What is shown?"'
+        if facts.reducer:
+            ask = f"pip install vlmcompress  # mlx-vlm alone and LM Studio keep all visual tokens\nvlmcompress serve {folder}"
+        return f"{first}\n\n```sh\npip install mlx-vlm\n{ask}\n```\n\nLM Studio loads the folder, too."
     if facts.method == "gguf":
         return (
             f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
@@ -360,6 +364,8 @@ def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
     if method := quantization.get("quant_method", "compressed-tensors" if quantization else None):
         tags.append(str(method))
     groups = [group for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    from vlmcompress.export.formats import compressed_tensors  # which brings torch along
+
     formats = [compressed_tensors.scheme_of(group).weights for group in groups]
     tags += [f"{fmt.bits}-bit" if fmt.kind == "int" else fmt.name for fmt in formats]
     tags += [f"{quantization['bits']}-bit"] if "bits" in quantization else []

@@ -17,7 +17,7 @@ from vlmcompress.export.write import OutputTensor, write_json, write_weights
 from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.model_folder import companions
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_files import Entry
+from vlmcompress.utils.tensor_headers import Entry
 from vlmcompress.utils.text import parse_bytes
 
 Change = Callable[[Tensor], Tensor]

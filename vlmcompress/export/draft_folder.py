@@ -20,9 +20,10 @@ from typing_extensions import TypedDict
 from vlmcompress import __version__, models
 from vlmcompress.export import draft_images, draft_tensors, manifest
 from vlmcompress.export.draft_images import DraftImages
-from vlmcompress.utils import folders, schema, tensor_files
+from vlmcompress.utils import folders, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.schema import Count, Number, Size
+from vlmcompress.utils.tensor_headers import Entry, read_entries
 
 FACTS = "vlmcompress-draft.json"
 CARD = "README.md"
@@ -152,9 +153,9 @@ class Draft:
         """The visual tokens and image vectors that the draft gets."""
         return draft_images.read_draft_images(self.block)
 
-    def stored(self) -> dict[str, tensor_files.Entry]:
+    def stored(self) -> dict[str, Entry]:
         """Its tensors, from the header of the weight file. Raises `UserError` if that is missing or damaged."""
-        return {entry.name: entry for entry in tensor_files.read_entries(self.folder / WEIGHTS)}
+        return {entry.name: entry for entry in read_entries(self.folder / WEIGHTS)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name on disk -> shape of the tensors that its config implies."""

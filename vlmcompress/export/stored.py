@@ -26,7 +26,7 @@ from vlmcompress.numerics import Scheme
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.tensor_headers import FLOATS, Entry, Spec
 
 _OPTIONAL = "g_idx"  # some writers omit it if inputs are in order
 _SCALES = ("scales", "weight_scale")
@@ -88,7 +88,7 @@ class Stored(Mapping[str, Quantized]):
         config = models.read_config(path)
         block = models.quantization_block(path, config)
         if not block:
-            raise UserError(f"{path} is not quantized; give a quantized checkpoint, or quantize this one")
+            raise UserError(f"{path} is not quantized; quantize it (--scheme none keeps its weights)")
         if not isinstance(block, dict):
             raise UserError(
                 f"quantization_config of {path / 'config.json'} is not a JSON object; restore it from the source"
@@ -153,7 +153,7 @@ class Stored(Mapping[str, Quantized]):
             for local, entry in layer.entries.items():
                 # Global scales are float32 in every format and do not belong to single weights.
                 kind = entry.spec.dtype
-                if kind not in tensor_files.FLOATS or "global" in local or local == "weight_scale_2":
+                if kind not in FLOATS or "global" in local or local == "weight_scale_2":
                     continue
                 if tensor_files.DTYPES[kind] == dtype:
                     continue
@@ -166,7 +166,7 @@ class Stored(Mapping[str, Quantized]):
         """safetensors' name of the type of a layer's scales after reading; from headers."""
         entries = self.layers[name].entries
         stored = next(entries[local].spec.dtype for local in _SCALES if local in entries)
-        if self.scale_dtype is None or stored not in tensor_files.FLOATS:
+        if self.scale_dtype is None or stored not in FLOATS:
             return stored
         return Spec.of(torch.empty(0, dtype=self.scale_dtype)).dtype
 
@@ -266,7 +266,7 @@ def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str,
                 continue
             raise UserError(f"tensor '{prefix}.{local}' of a quantized layer is missing; download the checkpoint again")
         actual = tensors[local].spec
-        floats = actual.dtype in tensor_files.FLOATS and spec.dtype in tensor_files.FLOATS
+        floats = actual.dtype in FLOATS and spec.dtype in FLOATS
         # Writers differ in dimensions of 1: a scale of the matrix is [], [1] or [1, 1].
         sides = [[side for side in shape if side != 1] for shape in (actual.shape, spec.shape)]
         if not (floats or actual.dtype == spec.dtype) or sides[0] != sides[1]:

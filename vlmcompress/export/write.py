@@ -42,7 +42,7 @@ from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import INDEX, companions
 from vlmcompress.utils.progress import phase, phase_seconds
-from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.tensor_headers import Entry, Spec
 from vlmcompress.utils.text import parse_bytes
 from vlmcompress.utils.work_folder import WorkFolder
 

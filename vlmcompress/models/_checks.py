@@ -3,8 +3,8 @@
 A config is a few bytes that determine the size of modules, tables and images; one with 10^12 layers would keep a machine busy
 for days. So sizes are checked before anything is built. The bounds are several times the sizes of the largest models.
 
-For an unknown model type the message says whether transformers and vLLM support it, and what to do. vLLM is not imported for
-that: its list of architectures is read as text, if it is installed.
+For an unknown model type the message says whether transformers and vLLM support it, and what to do. Neither is imported for
+that: their lists of model types and architectures are read as text, vLLM's if it is installed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -32,6 +28,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ANY = 10**11
 """Bound of integers whose key is not in `_BOUNDS`."""
 
+_CONFIG_LISTS = ("auto_mappings", "configuration_auto")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
 _BOUNDS: dict[int, tuple[str, ...]] = {
@@ -163,9 +160,9 @@ def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) 
     if not (here or there or any(key in config for key in VISION_KEYS)):
         types = ", ".join(dict.fromkeys(model_types))
         return UserError(f"model type '{model_type}' is not a vision-language model; choose from {types}")
-    listed = here or model_type in CONFIG_MAPPING_NAMES
+    listed = here or in_transformers(config)
     support = [
-        f"transformers {transformers.__version__} {'has it' if listed else 'does not know it (a newer release may)'}"
+        f"transformers {version('transformers')} {'has it' if listed else 'does not know it (a newer release may)'}"
     ]
     names = engine_architectures()
     for name in _architectures(config) if names else ():
@@ -181,7 +178,13 @@ def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) 
 
 def has_transformers_class(config: Mapping[str, Any]) -> bool:
     """Whether transformers has a class for models of this config.json that answer about images."""
-    return config["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return config["model_type"] in transformers_classes()
+
+
+def in_transformers(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has a config class for the `model_type` in this config.json."""
+    names = rf'"{re.escape(config["model_type"])}"[,:]\s+"\w+Config"'
+    return any(re.search(names, _source("transformers", f"models/auto/{file}.py")) for file in _CONFIG_LISTS)
 
 
 def has_engine_class(config: Mapping[str, Any]) -> bool:
@@ -194,9 +197,9 @@ def check_architecture(config: Mapping[str, Any]) -> None:
 
     transformers uses `model_type` and vLLM `architectures`, so they would load different models.
     """
-    architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
+    architecture = transformers_classes().get(config["model_type"])
     names = _architectures(config)
-    if not names or not isinstance(architecture, str) or architecture in (name.removeprefix(REDUCED) for name in names):
+    if not names or architecture is None or architecture in (name.removeprefix(REDUCED) for name in names):
         return
     says = (
         f"config.json says architecture '{names[0]}' and model type '{config['model_type']}', which is '{architecture}'"
@@ -226,19 +229,28 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 @cache
 def engine_architectures() -> frozenset[str]:
     """The architectures of multimodal models in the installed vLLM's registry, read from its source; empty without vLLM."""
-    package = importlib.util.find_spec("vllm")
-    for folder in (package.submodule_search_locations or []) if package else []:
-        registry = Path(folder) / "model_executor" / "models" / "registry.py"
-        if registry.is_file():
-            text = "".join(
-                re.findall(
-                    r"^_\w*MULTIMODAL\w* = \{.*?^\}|    # Multimodal models.*?^\}",
-                    registry.read_text(encoding="utf-8"),
-                    re.MULTILINE | re.DOTALL,
-                )
-            )
-            return frozenset(re.findall(r'^\s+"(\w+)":\s*\(', text, re.MULTILINE))
-    return frozenset()
+    lists = re.findall(
+        r"^_\w*MULTIMODAL\w* = \{.*?^\}|    # Multimodal models.*?^\}",
+        _source("vllm", "model_executor/models/registry.py"),
+        re.MULTILINE | re.DOTALL,
+    )
+    return frozenset(re.findall(r'^\s+"(\w+)":\s*\(', "".join(lists), re.MULTILINE))
+
+
+@cache
+def transformers_classes() -> dict[str, str]:
+    """Model type -> class of the models that answer about images in the installed transformers, read from its source."""
+    source = _source("transformers", "models/auto/modeling_auto.py")
+    names = re.search(r"^MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES = .*?^\)", source, re.MULTILINE | re.DOTALL)
+    return dict(re.findall(r'"([\w.-]+)",\s+"(\w+)"', names[0] if names else ""))
+
+
+@cache
+def _source(package: str, path: str) -> str:
+    """The text of a file of an installed package, which is not imported; empty without it."""
+    spec = importlib.util.find_spec(package)
+    files = [Path(folder) / path for folder in (spec and spec.submodule_search_locations) or []]
+    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def _engine_version() -> str:

@@ -31,21 +31,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._checks import (
-    check_architecture,
-    check_experts,
-    check_processor,
-    check_total,
-    unknown_type_error,
-)
+from vlmcompress.models._checks import check_processor, check_total
 from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import COMPUTED, disk_names, flattened, tied_names, unfound, written_names
 from vlmcompress.models._read import (
-    all_specs,
-    family_of,
+    check_type,
     mixture,
     read_config,
     refuse_quantized,
+    spec_for,
     stored_tensors,
     tensor_headers,
 )
@@ -55,7 +49,7 @@ from vlmcompress.models._types import Choice, FloatType
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import error_text, foreign_errors
-from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.tensor_headers import Entry, Spec
 
 
 @dataclass(frozen=True)
@@ -68,19 +62,6 @@ class VLM:
     path: Path
 
 
-def spec_for(config: dict) -> ModelSpec:
-    """The family of a config.json, by its `model_type`. Raises `UserError` if there is none, or if the config is ambiguous."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
-    spec = family_of(config)
-    if spec is None:
-        raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
-    check_architecture(config)
-    check_experts(config, spec)
-    return spec
-
-
 def build_meta_model(path: str | Path, weights: bool = True, supported_only: bool = True) -> PreTrainedModel:
     """Build the model of `path` on the meta device: names and shapes, no weights read.
 
@@ -90,12 +71,7 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
     spec = spec_for(content) if supported_only else None
-    if (
-        not supported_only
-        and isinstance(content.get("model_type"), str)
-        and content["model_type"] not in CONFIG_MAPPING
-    ):
-        raise unknown_type_error(content, [name for spec in all_specs() for name in spec.model_types])
+    check_type(content)
     try:
         with quiet_transformers(), torch.device("meta"):
             meta_model = AutoModelForImageTextToText.from_config(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
 from vlmcompress.models.layer_names import Kept, Names
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import FLOATS, Spec
+from vlmcompress.utils.tensor_headers import FLOATS, Spec
 
 
 def decoder_layers(model: nn.Module, spec: ModelSpec) -> list[str]:

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.models._checks import check_claims, check_sizes, has_experts
-from vlmcompress.models._experts import one_by_one
+from vlmcompress.models._checks import (
+    check_architecture,
+    check_claims,
+    check_experts,
+    check_sizes,
+    has_experts,
+    in_transformers,
+    unknown_type_error,
+)
+from vlmcompress.models._fused_experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils import json_files, model_folder, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILES, INDEX, PICKLES
 from vlmcompress.utils.registry import FAMILIES as REGISTRY
-from vlmcompress.utils.tensor_files import Entry, read_entries
+from vlmcompress.utils.tensor_headers import Entry, read_entries
 
 _RUN_TIME = (
     "attn_implementation",
@@ -34,6 +42,25 @@ def family_of(config: Mapping[str, Any]) -> ModelSpec | None:
     named = [spec for spec in all_specs() if config.get("model_type") in spec.model_types]
     fitting = [spec for spec in named if bool(spec.experts) == has_experts(config)]
     return next(iter(fitting + named), None)
+
+
+def spec_for(config: dict) -> ModelSpec:
+    """The family of a config.json, by its `model_type`. Raises `UserError` if there is none, or if the config is ambiguous."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError("config.json has no model_type; give the folder of a Hugging Face checkpoint")
+    spec = family_of(config)
+    if spec is None:
+        raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
+    check_architecture(config)
+    check_experts(config, spec)
+    return spec
+
+
+def check_type(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a config.json with a model type that no family here has, nor transformers."""
+    if isinstance(config.get("model_type"), str) and family_of(config) is None and not in_transformers(config):
+        raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
 
 
 def mixture(config: Mapping[str, Any]) -> ModelSpec | None:

@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from vlmcompress.models._spec import ModelSpec
-from vlmcompress.utils.tensor_files import DTYPES, FLOATS, Spec
+from vlmcompress.utils.tensor_files import DTYPES
+from vlmcompress.utils.tensor_headers import FLOATS, Spec
 
 Choice = Literal["auto", "bfloat16", "float16", "float32"]
 """Values of a recipe's `dtype`; `auto`: see `FloatType.of`."""

@@ -358,7 +358,8 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
         nearest = SCHEMES.get("rtn")
-        method = QuantMethod(nearest, nearest.Options(bits=scheme.weights.bits, group_size=scheme.weights.group))
+        bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
+        method = QuantMethod(nearest, nearest.Options(bits=bits, group_size=group, symmetric=symmetric))
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
     quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
     schemes = {name: plan.schemes[name] for name in quantized}

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe import presets, targets
 from vlmcompress.recipe.bits import Bits
+from vlmcompress.reduction import choice as reducers
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import hub, yaml_files
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -261,9 +262,7 @@ def resolve(
             if isinstance(layer.get(key), Mapping):
                 _check_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
-        from vlmcompress.reduction import choice as reducer  # which brings torch along
-
-        layers = reducer.layered(layers)
+        layers = reducers.layered(layers)
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
@@ -274,6 +273,7 @@ def resolve(
     for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
+            registry.check(values[key])
     if "scheme" not in values:
         fewer = values.get("reduce") or values.get("resize")
         alone = " (none leaves the weights as they are)" if fewer else ""
@@ -287,12 +287,8 @@ def resolve(
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
-    fields: dict[str, Any] = {"options": _options(recipe.scheme, options, origins)}
-    if reduce is not None:
-        fields["reduce"] = reducer.merged_reducer(reduce, origins)
+    fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
-    if recipe.format not in FORMATS.names():
-        raise UserError(f"unknown format '{recipe.format}'{did_you_mean(recipe.format, FORMATS.names())}")
     if recipe.target and refuse:
         formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
         targets.refuse_scheme(recipe.target, *formats)

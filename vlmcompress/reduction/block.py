@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.reduction import choice
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.methods import TokenCounter, read_counter
+from vlmcompress.reduction.support import PREFIX
 from vlmcompress.utils.errors import UserError
+
+if TYPE_CHECKING:  # whose modules import torch
+    from vlmcompress.reduction.methods import TokenCounter
 
 KEY = "vlmcompress"
 SCHEMA = 1
-PREFIX = "Vlmcompress"
 _REQUIRED, _OPTIONAL = {"schema", "model_type", "reduce"}, {"count"}
 _WHERE = f"config.json: {KEY}"
 
@@ -78,7 +80,11 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
     reducer = choice.reducer_of_setting(block["reduce"], f"{_WHERE}.reduce")
     _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
-    count = read_counter(block["count"], f"{_WHERE}.count") if "count" in block else None
+    count = None
+    if "count" in block:
+        from vlmcompress.reduction.methods import read_counter
+
+        count = read_counter(block["count"], f"{_WHERE}.count")
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
     return CarriedReducer(block["model_type"], reducer, count)

@@ -26,18 +26,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vlmcompress.reduction import methods
-from vlmcompress.reduction.methods import REGISTRY, Grid, ReducerOptions
 from vlmcompress.reduction.resize import METHOD as RESIZE
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import yaml_files
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.identity import sha256
+from vlmcompress.utils.registry import REDUCERS
 from vlmcompress.utils.settings import Layer
+
+if TYPE_CHECKING:  # its modules import torch
+    from vlmcompress.reduction.methods import Grid, ReducerOptions
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ReducerChoice:
     @property
     def module(self) -> ModuleType:
         """The method's module in `vlmcompress.reduction.methods`."""
-        return REGISTRY.get(self.method)
+        return REDUCERS.get(self.method)
 
     @property
     def query_aware(self) -> bool:
@@ -125,7 +127,9 @@ class ReducerChoice:
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid rounds to no token, so that all tokens stay."""
-        return methods.too_small(self.module, grid, self.options)
+        from vlmcompress.reduction.methods import too_small
+
+        return too_small(self.module, grid, self.options)
 
 
 def parse_reducer(text: str) -> ReducerChoice:
@@ -183,7 +187,7 @@ def reducer_of_setting(setting: Any, where: str = "reduce") -> ReducerChoice:
 def make_choice(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
     """Check a method and its options. `where` begins the message of the UserError that anything wrong raises."""
     try:
-        cls = REGISTRY.get(method).Options
+        cls = REDUCERS.get(method).Options
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     types = typing.get_type_hints(cls)

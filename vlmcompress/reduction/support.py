@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 SERVED_FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 """The families that vLLM's plugin serves."""
-PREFIX = "Vlmcompress"  # equals `reduction.block.PREFIX`, whose module imports torch
+PREFIX = "Vlmcompress"
+"""What comes before the architecture's name in the config.json of a checkpoint with a reducer."""
 _INSTEAD = "use a method of stage 'projected', for example divprune"
 _MIXED = {
     "block": "which is built for pictures of one size, and those of {family} have any",
@@ -52,7 +53,7 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
 def family_refusal(spec: ModelSpec, method: str) -> str | None:
     """The reason why `method` cannot be attached to this family's models, in one line; None if it can. UserError for an
     unknown method."""
-    module = REDUCERS.get(method)
+    module = REDUCERS.outline(method)
     if spec.visual_grid is None:
         from vlmcompress.models import all_specs
 
@@ -60,17 +61,17 @@ def family_refusal(spec: ModelSpec, method: str) -> str | None:
         return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
     if _fits(spec, module):
         return None
-    modules = {name: REDUCERS.get(name) for name in REDUCERS.names()}
+    modules = {name: REDUCERS.outline(name) for name in REDUCERS.names()}
     others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
     return f"'{method}' {_unfit(spec, module)}; use {others}"
 
 
-def _weak(module: ModuleType) -> bool:
+def _weak(module: Any) -> bool:
     """Whether a method is not suggested in messages: it saves nothing in engines, or beat no baseline."""
     return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
 
 
-def _fits(spec: ModelSpec, module: ModuleType) -> bool:
+def _fits(spec: ModelSpec, module: Any) -> bool:
     """Whether the method can work in the family's encoder and decoder."""
     if module.STAGE == "llm":
         return not spec.mixed_blocks
@@ -81,7 +82,7 @@ def _fits(spec: ModelSpec, module: ModuleType) -> bool:
     return spec.vision_cls is not None or not needs_encoder(module)
 
 
-def _unfit(spec: ModelSpec, module: ModuleType) -> str:
+def _unfit(spec: ModelSpec, module: Any) -> str:
     """Explain why the method cannot work in the family's encoder or decoder."""
     if module.STAGE == "llm":
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
@@ -92,7 +93,7 @@ def _unfit(spec: ModelSpec, module: ModuleType) -> str:
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
 
 
-def needs_encoder(module: ModuleType) -> bool:
+def needs_encoder(module: Any) -> bool:
     """Whether the method needs signals from within the encoder."""
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
 
@@ -103,7 +104,7 @@ def reads_encoder(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
     return needs_encoder(module) or (takes and spec.vision_cls is not None and _no_cls_attention(spec, config) is None)
 
 
-def chooses_images(module: ModuleType) -> bool:
+def chooses_images(module: Any) -> bool:
     """Whether the method keeps or drops whole images of a prompt."""
     return module.STAGE == "pixels"
 

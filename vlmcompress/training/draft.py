@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmcompress import models
@@ -349,7 +349,7 @@ def write_draft(folder: Path, lessons: Lessons, best: Mapping[str, Tensor], fact
     elif len(ids) < total:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
-    save_file(tensors, folder / draft_folder.WEIGHTS, {"format": "pt"})
+    folders.save_tensors(folder / draft_folder.WEIGHTS, tensors, {"format": "pt"})
     model = lessons.target.model
     config = medusa.config(lessons.shape, len(lessons.head), model) if lessons.kind == "medusa" else _eagle3(lessons)
     target = lessons.target.path

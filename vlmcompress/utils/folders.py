@@ -14,11 +14,13 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from vlmcompress.utils import distributed, locks
 from vlmcompress.utils.errors import UserError
@@ -32,6 +34,11 @@ class WriteError(UserError):
 def staging_path(out: Path, kind: str) -> Path:
     """Path of a hidden file or folder (`.NAME.KIND`) that a run keeps next to OUT until OUT is complete."""
     return out.with_name(f".{out.name}.{kind}")
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a killed run may have left this file of its writing in a folder of ours: `.NAME.lock` or `.NAME.part`."""
+    return path.name.startswith(".") and path.suffix in (".lock", ".part")
 
 
 @contextlib.contextmanager
@@ -141,6 +148,19 @@ def save_files(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]])
             for part in parts.values():
                 part.unlink(missing_ok=True)
     return {kind: folder / name for kind, (name, _) in texts.items()}
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file. Raises `OSError` if it can't be written, of which safetensors' own error has only the text."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, dict(metadata))
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -145,9 +145,11 @@ def check_model(path: Path) -> None:
 
 
 def check_written(path: Path) -> None:
-    """Raise `UserError` for the path of a checkpoint of ours that is no folder."""
+    """Raise `UserError` for the path of a checkpoint of ours that is no folder, or one with neither config nor manifest."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
+    if not any((path / name).is_file() for name in ("config.json", *_WRITTEN_ANEW)):
+        raise UserError(f"{path} has no config.json; give a folder written by `vlmcompress quantize`")
 
 
 def has_weights(folder: Path) -> bool:

@@ -9,12 +9,14 @@ duplicate name is an error, never a silent override. An entry may declare aliase
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -75,11 +77,14 @@ class Registry:
     def _by_alias(self) -> dict[str, str]:
         return {alias: name for name in self._modules for alias in self.aliases(name)}
 
-    def get(self, name: str) -> Any:
-        """The module (or table row) of `name`; its contract is in the folder's docstring. Raises `UserError` with the closest
-        name if there is none."""
+    def check(self, name: str) -> None:
+        """Raise `UserError` with the closest name if there is no entry of this name."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
+
+    def get(self, name: str) -> Any:
+        """The module (or table row) of `name`; its contract is in the folder's docstring. Raises `UserError` as `check`."""
+        self.check(name)
         return self.table[name] if name in self.table else importlib.import_module(self._modules[name])
 
     def summary(self, name: str) -> str:
@@ -89,19 +94,14 @@ class Registry:
         paragraph = " ".join((text or "").strip().partition("\n\n")[0].split())
         return paragraph.partition(". ")[0].rstrip(".")
 
+    def outline(self, name: str) -> Any:
+        """An entry's module; one of the package's own as an object with its literals and functions, without importing it."""
+        tree = self._tree(name)
+        return self.get(name) if tree is None else _outline(tree)
+
     def constant(self, name: str, constant: str) -> Any:
         """The value of a literal in an entry's module, read without importing it; None if the module does not define it."""
-        tree = self._tree(name)
-        if tree is None:
-            return getattr(self.get(name), constant, None)
-        for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if [getattr(target, "id", "") for target in targets] == [constant]:
-                value: Any = node.value  # type: ignore[attr-defined]  # `frozenset({...})` is a literal here, too
-                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "frozenset":
-                    return frozenset(ast.literal_eval(value.args[0]) if value.args else ())
-                return ast.literal_eval(value)
-        return None
+        return getattr(self.outline(name), constant, None)
 
     def _tree(self, name: str) -> ast.Module | None:
         """The syntax tree of one of the package's own modules; None for an entry point."""
@@ -112,6 +112,23 @@ class Registry:
 @functools.cache
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _outline(tree: ast.Module) -> SimpleNamespace:
+    """The literals of a module, by name, and its functions as their syntax trees."""
+    outline = SimpleNamespace()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            setattr(outline, node.name, node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value: Any = node.value  # `frozenset({...})` is a literal here, too
+            as_set = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "frozenset"
+            with contextlib.suppress(ValueError):
+                content = [] if as_set and not value.args else ast.literal_eval(value.args[0] if as_set else value)
+                setattr(outline, getattr(target, "id", ""), frozenset(content) if as_set else content)
+    return outline
 
 
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.

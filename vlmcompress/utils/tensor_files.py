@@ -1,54 +1,29 @@
-"""safetensors files as bytes: read headers, plan shards, write tensors at their offsets.
+"""safetensors files as bytes: plan shards, read tensors, write them at their offsets.
 
-A file is `u64 header length | JSON header | data`. The header maps a tensor's name to dtype, shape and byte range, so a
-tensor can be copied from one file to another without being decoded, and a file of any size can be written with one
-tensor in memory. Order and padding are those of the official serializer (tensors by dtype, widest first, then by name;
-header padded with spaces to 8 bytes): equal content gives equal bytes.
-Format: https://github.com/huggingface/safetensors#format
+A tensor can be copied from one file to another without being decoded (`utils.tensor_headers` reads headers), and a file of any
+size can be written with one tensor in memory. Order and padding are those of the official serializer (tensors by dtype, widest
+first, then by name; header padded with spaces to 8 bytes): equal content gives equal bytes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import SINGLE
+from vlmcompress.utils.tensor_headers import FLOATS, TYPES, Entry, Spec
 
-# In the serializer's order, which is also that of width: tensors of later types come first in a file.
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-}
-FLOATS = ("F16", "BF16", "F32")
-"""Types of unquantized weights."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_RANK = {code: rank for rank, code in enumerate(DTYPES)}
-_MAX_HEADER = 100_000_000  # the official reader's limit
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in TYPES.items()}
+_RANK = {code: rank for rank, code in enumerate(TYPES)}
 _WRITTEN = 1 << 26  # bytes that are written by one call
 _COPIED = 1 << 20  # bytes that are read by one call, which stay in a core's cache
 _CHECKED = 1 << 19  # numbers that are looked at by one call
@@ -61,84 +36,6 @@ _EXPONENTS = {
     torch.float64: (torch.int64, 0x7FF0000000000000),
 }
 """Bits that are all set in NaN and infinity alone, and the integer to see them in."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Type and shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        """The stored form of `tensor`."""
-        return cls(_CODES[tensor.dtype], tuple(tensor.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: `start` and `end` are absolute byte positions.
-
-    Attributes:
-        columns: (width, first, end): the bytes hold a matrix `[in, width]`, and the tensor is the transpose of its columns
-            `first` to `end`; None: the bytes are those of the tensor.
-        channels_last: whether the bytes have dimension 1 of the tensor as the last, as MLX stores convolutions.
-    """
-
-    file: Path
-    name: str
-    spec: Spec
-    start: int
-    end: int
-    columns: tuple[int, int, int] | None = None
-    channels_last: bool = False
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """All tensors of a safetensors file, in the order of their bytes. Reads only the header.
-
-    Raises:
-        UserError: the file is not safetensors, is truncated, or its header does not match the data.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER + 1
-            raw = file.read(length) if length <= min(_MAX_HEADER, size) else b""
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
-    try:
-        header = json_files.parse_json(raw)
-        if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
-            raise TypeError("metadata that are not text")
-        entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is not a complete safetensors file (bad header); download or copy it again") from error
-    entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
-    position = 8 + length
-    for entry in entries:
-        if entry.start != position or entry.end - entry.start != entry.spec.nbytes:
-            raise UserError(f"{path} is corrupt: the byte range of '{entry.name}' does not fit; download it again")
-        position = entry.end
-    if position != size:
-        raise UserError(f"{path} has {size} bytes, its header needs {position}; it was cut short, download it again")
-    return entries
-
-
-def _entry(path: Path, name: str, info: dict, base: int) -> Entry:
-    start, end = info["data_offsets"]
-    if not all(type(size) is int and size >= 0 for size in (start, end, *info["shape"])):
-        raise TypeError("a size that is not a count")
-    if info["dtype"] not in DTYPES:
-        raise UserError(f"{path}: tensor '{name}' has the unknown type {info['dtype']}; convert it with its own tool")
-    return Entry(path, name, Spec(info["dtype"], tuple(info["shape"])), base + start, base + end)
 
 
 def read_tensor(entry: Entry) -> Tensor:

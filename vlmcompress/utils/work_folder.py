@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -101,17 +100,9 @@ class WorkFolder:
         Raises:
             UserError: the file cannot be written, or another run has taken the folder.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         self._refuse_others(self._fingerprint(), self._settings_file)
         with self._replaced(self.path(name)) as part:
-            try:
-                save_file(dict(tensors), part, {**(metadata or {}), RUN: self.run})
-            except SafetensorError as error:  # has the OSError only as text
-                if number := re.search(r"os error (\d+)", str(error)):
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise
+            folders.save_tensors(part, tensors, {**(metadata or {}), RUN: self.run})
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Any]:
@@ -220,7 +211,8 @@ def locked_output(
         except folders.WriteError as error:
             if work._is_empty():
                 raise
-            raise UserError(f"{error}; finished work is kept in {work.folder}: the same command goes on") from error
+            kept = f"finished work is kept in {work.folder}: the same command goes on"
+            raise folders.WriteError(f"{error}; {kept}") from error
         finally:
             if distributed.is_main():
                 work.remove(empty=True)
@@ -275,7 +267,7 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
-            raise UserError(
+            raise folders.WriteError(
                 f"can't write {self.path} ({error.strerror}); make room and run again, "
                 f"the {len(self)} entries written so far are kept"
             ) from error
@@ -295,6 +287,6 @@ def open_journal(path: Path, *, restart: bool = False) -> Iterator[Journal]:
             stack.enter_context(locks.held(folders.staging_path(path, "lock"), f"using {path}"))
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if restart else 0), 0o644)
         except OSError as error:
-            raise UserError(f"can't open {path} ({error.strerror}); choose another folder") from error
+            raise folders.WriteError(f"can't open {path} ({error.strerror}); choose another folder") from error
         stack.callback(os.close, descriptor)
         yield Journal(path, descriptor)

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 from vlmcompress.utils import hub, messages
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import WriteError
 
 RETRIES = 3  # of a job whose worker or node was lost
 PASSED_ON = ("VLMCOMPRESS_", "OMP_")  # prefixes of environment variables
@@ -47,9 +48,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Failed:
-    """The outcome of a failed job: the message of its `UserError`, or how its workers were lost."""
+    """The outcome of a failed job: the message of its `UserError`, or how its workers were lost.
+
+    `unwritten`: it could not write a file, as on a full disk, so that the same job may succeed later.
+    """
 
     reason: str
+    unwritten: bool = False
 
 
 def attempt(function: Callable[[J], R], job: J) -> R | Failed:
@@ -57,7 +62,7 @@ def attempt(function: Callable[[J], R], job: J) -> R | Failed:
     try:
         return function(job)
     except UserError as error:
-        return Failed(str(error))
+        return Failed(str(error), isinstance(error, WriteError))
 
 
 class Workers(Protocol):

@@ -79,6 +79,18 @@ def test_the_baselines_answers_choose_the_score(tmp_path: Path, say, metric: str
     assert bool(suite.choice) == chosen and ("of the baseline's first 64 answers" in suite.choice) == chosen
 
 
+def test_tables_are_one_reference(tmp_path: Path) -> None:
+    """A Markdown table has the separator of several references in it, and is scored as a whole."""
+    table = "| a | b |\n|---|---|\n| 1 | 2 |"
+    file = write_rows(
+        tmp_path / "data.jsonl", {"question": "table", "answer": table}, {"question": "text", "answer": "abcd"}
+    )
+    engine = Echo(lambda request: "| a | b |\n| 1 | 3 |" if question(request) == "table" else "abc")
+    model = checkpoint(tmp_path / "model")
+    (suite,) = evaluate(model, model, [file], None, EvalOptions(engine, engine, score="edit")).suites
+    assert suite.metric == "edit_similarity" and suite.overall.baseline == 0.75
+
+
 def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
     """What a user saw: a baseline that gets nothing right by exact match, a candidate that says the same, and a green badge."""
     results = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.", score="exact")

@@ -146,14 +146,18 @@ def test_bundled_gates() -> None:
 
 
 def test_max_drop() -> None:
-    gate = gates.choose_gate(None, 0.02)
+    gate = gates.choose_gate(None, ["0.02"])
     assert gate is not None and gates.margins(gate) == {"": 0.02}
     assert gates.judge(results(), gate).verdict == "pass"
-    assert gates.choose_gate(None, None) is None and gates.margins(None) == {}
-    with pytest.raises(UserError, match="for one point write 0.01"):
-        gates.choose_gate(None, 1.0)
+    gate = gates.choose_gate(None, ["0.02", "pages=0.01"])
+    assert gate is not None and gates.margins(gate) == {"": 0.02, "pages": 0.01}
+    assert [rule.name for rule in gates.judge(results(), gate).rules] == ["world: accuracy", "suite pages"]
+    assert gates.choose_gate(None) is None and gates.margins(None) == {}
+    for share in ("1.0", "pages=", "=", "world=one", "nan"):
+        with pytest.raises(UserError, match="for one point write 0.01"):
+            gates.choose_gate(None, [share])
     with pytest.raises(UserError, match="exclude each other"):
-        gates.choose_gate("default", 0.01)
+        gates.choose_gate("default", ["0.01"])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, Features, List, Value
+from PIL import Image
 
 from tests.kit import tiny
-from tests.kit.echo import Echo, checkpoint, question
+from tests.kit.echo import Echo, checkpoint, question, write_rows
 from tests.kit.pictures import film
 from vlmcompress import engines
 from vlmcompress.evaluation.accuracy import scoring
@@ -93,12 +94,23 @@ def test_videos_that_are_not_there_and_engines_without(data: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl", "llava-onevision"])
-def test_both_engines_give_the_model_as_much_of_each_video(data: Path, family: str) -> None:
-    """vLLM, by its own way of taking frames, and transformers by ours: prompts of one length, which differ as the videos do."""
-    model = tiny.build(family, data / family)
-    runs = [ask_suite(model, load(model), engines.get_engine(name)).samples for name in ("vllm", "hf")]
+def test_both_engines_give_the_model_as_much_of_each_video(tmp_path: Path, family: str) -> None:
+    """vLLM, by its own way of taking frames, and transformers by ours: prompts of one length, which differ as the videos do.
+
+    Of a file the processor takes frames, of a list of frames it gets all.
+    """
+    model = tiny.build(family, tmp_path / family)
+    for number, colour in enumerate(("red", "blue", "green", "white")):
+        Image.new("RGB", (84, 56), colour).save(tmp_path / f"{number}.png")
+    videos = [film(tmp_path / f"{frames}.mp4", frames).name for frames in (20, 40)]
+    rows = [{"video": video, "question": "what?", "answer": "x"} for video in (*videos, [f"{n}.png" for n in range(4)])]
+    suite = load_suite(write_rows(tmp_path / "data.jsonl", *rows), candidate=model, baseline=model)
+    runs = [ask_suite(model, suite, engines.get_engine(name)).samples for name in ("vllm", "hf")]
     lengths = [[sample.answer.prompt_tokens for sample in samples] for samples in runs]
-    assert lengths[0] == lengths[1], lengths
+    assert lengths[0] == lengths[1] and not any(sample.answer.refused for samples in runs for sample in samples), (
+        lengths
+    )
+    assert runs[0][2].text[:2] == runs[1][2].text[:2]  # the same pixels; decoders differ by a level
     visual = [sample.answer.visual_tokens for sample in runs[1]]
     assert visual[0] != visual[1] and all(0 < part < whole for part, whole in zip(visual, lengths[1], strict=True))
     assert [sample.image for sample in runs[0]] == [sample.image for sample in runs[1]]

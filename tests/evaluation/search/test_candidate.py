@@ -1,10 +1,17 @@
-"""Candidates: their names, recipe keys and files, and which of them there are."""
+"""Candidates: their names, recipe keys and files, which of them there are, and one that could not be written."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from vlmcompress.evaluation.search.candidate import AS_IT_IS, Candidate, Choice, Factor, combined, digest, singles
+from vlmcompress.evaluation.search.live_trials import LiveTrials
+from vlmcompress.evaluation.search.trial import Setup
+from vlmcompress.evaluation.search.trial_log import open_trial_log
+from vlmcompress.utils import workers
+from vlmcompress.utils.errors import UserError
 
 INT8, FP8 = Choice("int8", {"scheme": "int8"}), Choice("fp8", {"scheme": "fp8"})
 HALF = Choice("divprune 1/2", {"reduce": "divprune:0.5"})
@@ -49,3 +56,14 @@ def test_a_folder_hangs_on_what_is_done_alone() -> None:
     assert first.folder == again.folder
     assert first.folder != Candidate((Choice("a", keys, recover=True),)).folder
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})
+
+
+def test_a_full_disk_is_no_fault_of_a_candidate(tmp_path):
+    """The search ends, and tries the candidate again when it goes on; here no file can be written at all."""
+    (tmp_path / "file").write_text("")
+    setup = Setup({"model": "model"}, None, None, 0, "hf", tmp_path / "file" / "work")
+    with open_trial_log(tmp_path / "out", {}, None) as log:
+        live = LiveTrials(setup, workers.of(None), log, gains=None, original=None)
+        with pytest.raises(UserError, match="cannot write .*work: Not a directory"):
+            live.ask([Candidate()], 48)
+        assert log.trial(Candidate(), 48) is None

@@ -11,7 +11,7 @@ from tests.kit.rtn import SCHEMES
 from vlmcompress.export.formats import compressed_tensors as ct
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 MORE = {
     "w3": Scheme(Format("int", 3, 32)),

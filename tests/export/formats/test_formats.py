@@ -20,7 +20,7 @@ from vlmcompress.models.layer_names import Kept, Layers
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 INTS = {
     f"w{bits}-{'symmetric' if symmetric else 'asymmetric'}-{group}": Scheme(Format("int", bits, group, symmetric))

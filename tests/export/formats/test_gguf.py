@@ -19,7 +19,7 @@ from vlmcompress.export.gguf.tokenizer import _scores
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 ROWS, COLUMNS = 48, 256
 FORMS = [

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from vlmcompress.export.formats import mlx
+from tests.kit.tiny import build
+from vlmcompress.cli import main
+from vlmcompress.export.formats import _mlx_config, mlx
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_files import Spec
 
 AFFINE = [
     Format("int", *case) for case in product((2, 3, 4, 5, 6, 8), (32, 64, 128), (True, False)) if case[0] < 8 or case[2]
@@ -82,3 +89,30 @@ def test_biases_without_zero_points_are_exact(dtype):
 def test_what_mlx_lacks(scheme, message):
     with pytest.raises(UserError, match=message):
         mlx.storage(scheme)
+
+
+@pytest.mark.parametrize(("bits", "group", "mode"), [(4, 48, "affine"), (7, 64, "affine"), (4, 64, "mxfp4")])
+def test_what_a_folder_cannot_have(bits, group, mode):
+    block = {"bits": bits, "group_size": group, "mode": mode}
+    with pytest.raises(UserError, match=f"this is '{mode}' with {bits} bits, group_size {group}"):
+        mlx.scheme_in(block, ("a", "b", "c"), {"scales": Spec("BF16", (8, 8))}, (8, 512))
+
+
+@pytest.mark.slow
+def test_folders_of_mlx_vlm_are_read(tmp_path):
+    """Oracle: MLX's weights of the folder that mlx-vlm's converter wrote, whose biases are rounded."""
+    mx = pytest.importorskip("mlx.core")
+    source, folder, dense = (tmp_path / name for name in ("source", "folder", "dense"))
+    build("qwen2-5-vl", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(_mlx_config.published(config)))
+    paths = ["--hf-path", str(source), "--mlx-path", str(folder)]
+    subprocess.run([sys.executable, "-m", "mlx_vlm.convert", *paths, "-q", "--q-bits", "4"], check=True)
+    assert main(["convert", str(folder), "--format", "bf16", "-o", str(dense)]) == 0
+    stored, written = mx.load(str(folder / "model.safetensors")), load_file(dense / "model.safetensors")
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        layer = [stored[f"language_model.model.layers.1.{name}.{part}"] for part in ("weight", "scales", "biases")]
+        expected = torch.from_dlpack(mx.dequantize(*layer, group_size=64, bits=4, dtype=mx.float32))
+        step = torch.from_dlpack(layer[1].astype(mx.float32)).abs().repeat_interleave(64, 1)
+        (weight,) = [weight for key, weight in written.items() if key.endswith(f"layers.1.{name}.weight")]
+        assert ((weight.float() - expected).abs() <= step / 8).all()

@@ -21,7 +21,7 @@ PLAIN = '''"""Weights rounded as the scheme says and stored in 16 bits: any engi
 
 import torch
 
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "plain"
 KV_SCALES = None

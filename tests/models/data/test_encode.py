@@ -18,7 +18,7 @@ from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render_prompt
 from vlmcompress.models.data.provenance import provenance
 from vlmcompress.models.data.samples import Sample
-from vlmcompress.models.data.video import Video
+from vlmcompress.models.data.video import FRAMES_FILE, Video
 
 pytestmark = pytest.mark.representatives
 
@@ -151,6 +151,19 @@ def test_videos(kind, loaded, tmp_path):
         mask = batch.pop("modality")[0]
         assert ((mask == VISION) == visual_positions(vlm, batch)).all() and (mask == VISION).any(), sample.id
         assert (mask == ANSWER).any()
+
+
+def test_a_list_of_frames_is_a_file_for_engines(tmp_path):
+    """It holds the same pixels, as a frame a second, under the name of its content."""
+    video = Video([picture(84, 56, seed) for seed in range(4)], "x")
+    file = video.save(tmp_path)
+    assert file == video.save(tmp_path) and file.suffix == FRAMES_FILE and file.stem == video.digest().hex()[:32]
+    frames, metadata = video.frames(None)
+    again, _ = Video(file, "x").frames(None)
+    assert (frames == again).all() and frames.shape == (4, 56, 84, 3) and metadata.sampled_fps == 1
+    refused(lambda: Video([picture(8, 8, 0)] * 33, "x").save(tmp_path), "x: video has 33 frames, and engines take 32")
+    refused(lambda: Video([picture(8, 8, 0), picture(9, 8, 0)], "x").save(tmp_path), "2 frames, not of one size")
+    refused(lambda: Video([], "x").save(tmp_path), "0 frames")
 
 
 def read(file: Path) -> list[np.ndarray]:

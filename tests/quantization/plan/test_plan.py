@@ -31,7 +31,7 @@ from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import silent
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import models
 from vlmcompress.engines.local import exit_text, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.export import readers
+from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.utils import model_folder, schema
 from vlmcompress.utils.errors import UserError
@@ -274,8 +276,6 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(support.PREFIX) for name in names):
         return None
-    from vlmcompress.reduction import block as reducer_block  # which brings torch along
-
     try:
         carried = reducer_block.read_reducer(config)
         reason = carried and support.engine_refusal(names[0], carried.reducer)
@@ -296,8 +296,6 @@ def _tools(model: Path, config: dict) -> list[str]:
     ]
     if not any("tools" in text for text in texts):
         return []
-    from vlmcompress import models  # which brings torch along
-
     try:
         spec = models.spec_for(config)
     except UserError:

@@ -21,7 +21,7 @@ from vlmcompress.engines.vllm.cache_pool import CacheLayer
 from vlmcompress.models import ModelSpec, Source
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import has_weights
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "sliding_window")

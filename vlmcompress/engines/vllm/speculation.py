@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcompress import models
 from vlmcompress.engines.vllm import installed, interpreter
 from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -119,8 +120,6 @@ def _is_medusa(method: str, config: dict[str, Any]) -> bool:
 
 def _check_model(model: Path, method: str, cpu: bool) -> None:
     """Raise `UserError` if the checkpoint has no head for the method, or if the CPU build has no kernel for its decoder."""
-    from vlmcompress import models  # which brings torch along
-
     config = models.read_config(model, weights=False)
     try:
         spec = models.spec_for(config)

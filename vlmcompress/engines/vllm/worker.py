@@ -9,6 +9,8 @@ the engine's token counts.
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 PACKAGE = "vllm"
 
@@ -71,7 +73,7 @@ def answers(llm, requests, job: dict):
         sampling = SamplingParams(temperature=0.0, max_tokens=limit, logprobs=settings["logprobs"] or None)
         try:
             # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises if it is refused.
-            (name,) = llm.enqueue_chat([request["messages"]], sampling, use_tqdm=False)
+            (name,) = llm.enqueue_chat([with_frames(request["messages"])], sampling, use_tqdm=False)
         except Exception as error:
             refused.append((request["id"], error))
             if len(refused) > settings["refusals"]:
@@ -85,6 +87,16 @@ def answers(llm, requests, job: dict):
     while names:
         yield from step(llm, names)
     yield from refused
+
+
+def with_frames(messages: list[dict]) -> list[dict]:
+    """Messages with lists of frames (`models/data/video.py: FRAMES_FILE`) as data: addresses; vLLM reads no file of them."""
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "video_url" and part["video_url"]["url"].endswith(".frames"):
+                frames = Path(unquote(urlparse(part["video_url"]["url"]).path)).read_text()
+                part["video_url"] = {"url": f"data:video/jpeg;base64,{frames}"}
+    return messages
 
 
 def step(llm, names: dict[str, str]):

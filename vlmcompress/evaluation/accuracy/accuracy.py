@@ -31,7 +31,7 @@ from vlmcompress.evaluation.accuracy.compare import (
 from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite
-from vlmcompress.evaluation.results import FILE, Results, Scored, Side, Suite, load_results
+from vlmcompress.evaluation.results import Results, Scored, Side, Suite, load_results
 from vlmcompress.models.data.sources import PLAIN, Reading
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils import hub
@@ -267,9 +267,7 @@ def summarise(
 
 def _recorded(baseline: str | Path) -> Results | None:
     """The earlier results at the path `baseline`; None if it is a checkpoint."""
-    path = Path(baseline)
-    is_report = (path / FILE).is_file() and not (path / "config.json").is_file()
-    return load_results(path) if path.suffix == ".json" or is_report else None
+    return load_results(Path(baseline)) if sides.is_report(baseline) else None
 
 
 def _suite(recorded: Results, name: str) -> Suite:

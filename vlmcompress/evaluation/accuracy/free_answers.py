@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.evaluation.accuracy import grounding, scoring
+from vlmcompress.evaluation.accuracy import grounding, scoring, transcription
 from vlmcompress.evaluation.accuracy.ask import SEPARATOR, AnsweredQuestion, SuiteAnswers
 from vlmcompress.evaluation.accuracy.tasks import CUSTOM, LoadedSuite
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -85,6 +85,11 @@ RULES: dict[str, tuple[Rule, str, str]] = {
         "box_match",
         "Share of boxes with an IoU of at least 0.5 with the expected one, and of points in it.",
     ),
+    "edit": (
+        transcription.score,
+        "edit_similarity",
+        "Edit distance of the texts without markup, as a share of the longer, from 1; for a table the F1 of its cells.",
+    ),
 }
 """Name -> rule, name of the metric, and its sentence in reports."""
 
@@ -113,7 +118,9 @@ class Score:
         if sample.answer.refused:
             return sample
         try:
-            values = [self.rule(sample.text, expected) for expected in sample.expected.split(SEPARATOR)]
+            table = transcription.is_table(sample.expected)  # in Markdown it has the separator in it
+            targets = [sample.expected] if table else sample.expected.split(SEPARATOR)
+            values = [self.rule(sample.text, expected) for expected in targets]
             value = max((float(value) for value in values if value is not None), default=None)
             number = 0.0 if value is None else value
         except Exception as error:  # whatever a user's own function raises

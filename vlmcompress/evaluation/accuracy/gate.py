@@ -20,6 +20,7 @@ whole interval is at least that, and fails if the whole interval is below.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,15 +91,20 @@ def judge(results: Results, gate: GateFile) -> Gate:
     return Gate(name=gate.name, verdict=verdict, rules=judged, file=gate.model_dump(mode="json", exclude_defaults=True))
 
 
-def choose_gate(file: str | Path | None, max_drop: float | None) -> GateFile | None:
-    """The gate of the command line's `--gate` (a file or bundled gate) or `--max-drop`; None for neither."""
-    if file is not None and max_drop is not None:
+def choose_gate(file: str | Path | None, max_drop: Sequence[str] = ()) -> GateFile | None:
+    """The gate of `--gate`, a file or bundled gate, or of `--max-drop`, each SHARE or SUITE=SHARE; None: neither is set."""
+    if file is not None and max_drop:
         raise UserError("--gate and --max-drop exclude each other; write the margin into the gate file")
-    if max_drop is None:
+    if not max_drop:
         return None if file is None else load(file)
-    if not 0 < max_drop < 1:
-        raise UserError(f"--max-drop {max_drop:g} is not a share between 0 and 1; for one point write 0.01")
-    return GateFile(name=f"max-drop {max_drop:g}", suites={ANY: SuiteRules(margin=max_drop)})
+    suites = {}
+    for text in max_drop:
+        suite, _, share = text.rpartition("=")
+        try:
+            suites[suite or ANY] = SuiteRules(margin=share)  # type: ignore[arg-type]  # pydantic reads the number
+        except ValidationError as error:
+            raise UserError(f"--max-drop {text} is not a share between 0 and 1; for one point write 0.01") from error
+    return GateFile(name=f"max-drop {', '.join(max_drop)}", suites=suites)
 
 
 def margins(gate: GateFile | None) -> dict[str, float]:

@@ -61,23 +61,12 @@ def load(
     Raises:
         UserError: no copy, no rows, or rows without the needed columns.
     """
-    root = os.environ.get(VARIABLE)
-    path: Path | None
-    if data:
-        path = hub.local(data, "dataset", whole=split)
-    else:
-        path = Path(root, name) if root else bundled_data(pretrained, split) if pretrained else None
-    if path is None:
-        raise UserError(
-            f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
-        )
-    if not path.exists():
-        raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
+    path = copy_of(name, source, split, data, pretrained)
     dataset = _read(str(path), split, path.stat().st_mtime_ns)
     if not len(dataset):
         raise UserError(f"{path} has no samples; give data with at least one row")
     for column, value in (where or {}).items():
-        _need({column}, dataset, path)
+        need({column}, dataset, path)
         dataset = dataset.select([row for row, cell in enumerate(dataset[column]) if cell == value])
     if not len(dataset):
         raise UserError(f"{path} has no samples with {dict(where or {})}; give data that has some")
@@ -90,6 +79,25 @@ def load(
         paths = [files.get(name, "") for name in dataset["video"]]
         dataset = dataset.remove_columns(["video"]).add_column("video", paths)
     return {"test": dataset}
+
+
+def copy_of(
+    name: str, source: str = "", split: str = "test", data: str | None = None, pretrained: str | None = None, **_: Any
+) -> Path:
+    """The path of a task's data, see `load`. Raises `UserError` if there is none."""
+    root = os.environ.get(VARIABLE)
+    path: Path | None
+    if data:
+        path = hub.local(data, "dataset", whole=split)
+    else:
+        path = Path(root, name) if root else bundled_data(pretrained, split) if pretrained else None
+    if path is None:
+        raise UserError(
+            f"no data for {name}: give --data, or set {VARIABLE} to a folder with its copy as {name}{_hint(source)}"
+        )
+    if not path.exists():
+        raise UserError(f"{path} does not exist; put a local copy of {name} there, or give --data{_hint(source)}")
+    return path
 
 
 def images(doc: Mapping[str, Any]) -> LazyImages:
@@ -198,7 +206,7 @@ def _as_image(feature: Any, datasets: Any) -> Any:
     return datasets.Image(decode=False)
 
 
-def _need(columns: set[str], dataset: Any, path: Path) -> None:
+def need(columns: set[str], dataset: Any, path: Path) -> None:
     if absent := columns - set(dataset.column_names):
         have = ", ".join(sorted(dataset.column_names))
         raise UserError(f"{path} has no column {', '.join(sorted(absent))}; it has {have}")
@@ -210,7 +218,7 @@ def _with_column(dataset: Any, column: str, template: str, path: Path) -> Any:
     from lm_eval.utils import apply_template
 
     used = meta.find_undeclared_variables(Environment().parse(template))
-    _need(used, dataset, path)
+    need(used, dataset, path)
     try:
         values = [apply_template(template, row) for row in dataset.select_columns(sorted(used))]
     except (UndefinedError, TypeError, IndexError) as error:

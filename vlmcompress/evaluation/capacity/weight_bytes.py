@@ -31,7 +31,7 @@ from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.registry import SCHEMES
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 QUANTIZED = "quantized"
 """Row name of an already quantized checkpoint."""

@@ -31,7 +31,7 @@ from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import Finding, error_text
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_files import Entry
+from vlmcompress.utils.tensor_headers import Entry, read_entries
 from vlmcompress.utils.text import size, smaller
 
 _PART = 1 << 20  # bytes of a file that are checked together: they stay in a core's cache
@@ -169,7 +169,7 @@ class _Pass:
 def _read_through(file: Path) -> _Pass:
     """Read a safetensors file once, `_PART` bytes at a time. A file with an unreadable header is only hashed."""
     try:
-        entries = tensor_files.read_entries(file)
+        entries = read_entries(file)
     except UserError:
         entries = []
     digest, faults, size = hashlib.sha256(), list[str](), file.stat().st_size

@@ -12,7 +12,7 @@ from vlmcompress.evaluation.report.text import markdown
 from vlmcompress.evaluation.report.words import printable
 from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, load_results
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import dump, save_files
+from vlmcompress.utils.folders import dump, is_leftover, save_files
 from vlmcompress.utils.text import points, smaller
 
 JOURNAL = "answers.jsonl"
@@ -67,9 +67,9 @@ def refuse_other_files(folder: Path, mark: str = FILE, unfinished: str = JOURNAL
     """Raise `UserError` unless `folder` is empty or contains `mark`, the file that identifies our reports.
 
     Args:
-        unfinished: a file that may be the only one in the folder.
+        unfinished: a file that may be the only one in the folder, but for what a killed run left of its writing.
     """
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names = {path.name for path in folder.iterdir() if not is_leftover(path)} if folder.is_dir() else set()
     if names - {unfinished} and mark not in names:
         raise UserError(f"output {folder} has no {mark}, so it is not ours to overwrite; choose another folder")
 

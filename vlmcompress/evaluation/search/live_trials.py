@@ -88,6 +88,10 @@ class LiveTrials:
                 break
             self.progress(label, done, len(jobs))
             number, answers = next(results)
+            if (
+                isinstance(answers, Failed) and answers.unwritten
+            ):  # no fault of the candidate's, which the log would keep
+                raise UserError(answers.reason)
             self._took.append((time.monotonic() - began) / (done + 1))
             rows[jobs[number].name] = answered = self._row(answers)
             self.log.write(jobs[number], questions, answered)

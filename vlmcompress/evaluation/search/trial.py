@@ -91,7 +91,8 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
     Raises:
         UserError: the checkpoint cannot be written, or the engine fails.
     """
-    setup.work.mkdir(parents=True, exist_ok=True)
+    with folders.user_errors(setup.work):
+        setup.work.mkdir(parents=True, exist_ok=True)
     folder = ensure_checkpoint(setup, candidate, progress)
     suite = questions_of(setup, questions)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
@@ -147,7 +148,8 @@ def _ensure(folder: Path, make: Callable[[Path, bool], None]) -> Path:
 
     If a worker with other versions or threads left it unfinished, it is started over, as it belongs to the search.
     """
-    with locks.held(folders.staging_path(folder, "turn"), f"making {folder}", wait=True):
+    turn = locks.held(folders.staging_path(folder, "turn"), f"making {folder}", wait=True)
+    with folders.user_errors(folder), turn:
         if not folder.exists():
             try:
                 make(folder, False)

@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import is_leftover
 from vlmcompress.utils.work_folder import Journal, open_journal
 
 NAME, CONFIRMED = "search.jsonl", "confirm.jsonl"
@@ -89,7 +90,8 @@ def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None)
     file = folder / NAME
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output {folder} exists and is not a folder; choose another one")
-    others = [path for path in folder.iterdir() if path.name not in (WORK, QUESTIONS)] if folder.is_dir() else []
+    paths = folder.iterdir() if folder.is_dir() else ()
+    others = [path for path in paths if path.name not in (WORK, QUESTIONS) and not is_leftover(path)]
     if others and not file.is_file():
         raise UserError(f"output {folder} has files that do not belong to a search; choose another folder")
     with open_journal(file) as journal:

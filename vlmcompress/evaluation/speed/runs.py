@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.engines import mlx
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.engines.vllm.served_model import describe
 from vlmcompress.evaluation import sides
@@ -124,6 +125,10 @@ def plan(
     for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
+    for model in map(Path, (baseline, candidate)):
+        if mlx.is_mlx(model):
+            log = f"vlmcompress serve {model} writes the tokens per second of each answer into its log"
+            raise UserError(f"{model} is for MLX, whose server counts a stream's tokens at the end alone; {log}")
     paths: dict[SideName, Path] = {
         "baseline": sides.folder(hub.local(baseline), *SERVED),
         "candidate": sides.folder(hub.local(candidate), *SERVED),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from vlmcompress.models.layer_names import Layers, Names
     from vlmcompress.numerics import QTensor, Scheme
-    from vlmcompress.utils.tensor_files import Entry, Spec
+    from vlmcompress.utils.tensor_headers import Entry, Spec
 
 
 class ExportFormat(Protocol):

@@ -25,7 +25,7 @@ from vlmcompress.models.layer_names import Layers, Names
 from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "awq"
 KV_SCALES = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "bf16"
 KV_SCALES = None

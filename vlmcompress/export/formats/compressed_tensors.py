@@ -36,7 +36,7 @@ from vlmcompress.models.layer_names import EMBEDDING, Kept, Layers, Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "compressed-tensors"
 KV_SCALES = ("k_scale", "v_scale")

@@ -24,7 +24,7 @@ from vlmcompress.models.layer_names import Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "fp8"
 KV_SCALES = None

@@ -34,7 +34,7 @@ from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.tensor_headers import Entry, Spec
 
 FORMAT = "gguf"
 KV_SCALES = None

@@ -36,9 +36,10 @@ from vlmcompress.models.layer_names import Layers, Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import FLOAT8, MXFP4, MXFP8, NVFP4, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Entry, Spec
+from vlmcompress.utils.tensor_headers import Entry, Spec
 
 FORMAT = "mlx"
+ENGINE = "mlx"
 KV_SCALES = None
 VOCABULARY = True
 GROUP_SIZE = 64  # as mlx-vlm's own conversion

@@ -30,7 +30,7 @@ from vlmcompress.models.layer_names import Layers, Names
 from vlmcompress.models.quantization_keys import refuse_unknown
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "modelopt"
 KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")

@@ -30,7 +30,7 @@ from vlmcompress.export.packing import pack_bits, to_float16
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 FORMAT = "openvino"
 KV_SCALES = None

@@ -17,7 +17,8 @@ from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.blocks import BLOCK, BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import DTYPES, Entry, all_finite
+from vlmcompress.utils.tensor_files import DTYPES, all_finite
+from vlmcompress.utils.tensor_headers import Entry
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per value of unquantized types."""

@@ -240,7 +240,7 @@ _MLX = {
     "bf16": Cell(f"{_16_BITS}, with config.json as published", _RUN_MLX),
     "mlx": Cell("all that is written", _RUN_MLX),
     "compressed-tensors": Cell(
-        "4 bits in groups of 32, 64 or 128 without zero points, FP8 and NVFP4; write mlx for others",
+        "4 bits in groups of 32, 64 or 128 without zero points, FP8 and NVFP4; for others take --format mlx",
         "read: mlx_vlm/utils.py",
         (
             Numbers("int", (4,), ("group",), (32, 64, 128), (None,), symmetric=True),
@@ -322,7 +322,7 @@ ENGINES: Mapping[str, EngineFormats] = {
         "mlx-vlm",
         "0.7.10",
         _MLX,
-        other="it does not load the format {}; write mlx",
+        other="it does not load the format {}; take --format mlx",
         architectures=frozenset(
             {
                 *(*_QWEN_VL, *_QWEN3_VL, *_QWEN3_5, "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
@@ -335,7 +335,7 @@ ENGINES: Mapping[str, EngineFormats] = {
             }
         ),
         absent="it has no class for {} that answers as transformers' does",
-        reducers=("coverage", "divprune", "uniform"),
+        reducers=("coverage", "divprune", "pool", "uniform"),
     ),
 }
 """The engines by name, in the order in which they are named to people."""

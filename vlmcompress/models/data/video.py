@@ -3,20 +3,22 @@
 A processor that has a rate or a number of frames (Qwen3-VL: 2 a second) chooses them by its own `sample_frames`. For one with
 neither, frames are chosen as in vLLM 0.32 (`multimodal/video.py`): if it has bounds for their number, as in Qwen2-VL and
 Qwen2.5-VL, by its rule at 2 a second, Qwen's own rate; otherwise (LLaVA-OneVision, InternVL) 32 at equal distances, or all of
-a shorter video. A list of images is a video that has been sampled already, and all of it is used. The processor determines the
-size of frames.
+a shorter video. A list of images is a video that has been sampled already, at a frame a second, and all of it is used. The
+processor determines the size of frames.
 
 Files are decoded by OpenCV, as in vLLM by default, through `transformers.video_utils.load_video`.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from vlmcompress.utils.messages import error_text
 
 RATE, FRAMES = 2.0, 32
 """Frames per second, or per video, for processors that specify neither; as in vLLM."""
+FRAMES_FILE = ".frames"
+"""Suffix of a file with a list of frames: PNG in base64, joined by commas, as in the `data:video/jpeg` that vLLM reads."""
 MOST = 4 << 30
 """Most bytes of a video's selected frames."""
 
@@ -60,6 +64,22 @@ def refuse_videos(samples: Iterable[Any]) -> None:
 
 
 @dataclass(frozen=True)
+class LazyFrames(Sequence[Image.Image]):
+    """Frames that the function `make` draws or decodes whenever they are read, so that many videos take no memory."""
+
+    make: Callable[[], list[Image.Image]]
+
+    def __len__(self) -> int:
+        return len(self.make())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make()[index]
+
+    def __iter__(self) -> Iterator[Image.Image]:
+        return iter(self.make())
+
+
+@dataclass(frozen=True)
 class Video:
     """A video that is not decoded yet.
 
@@ -78,19 +98,32 @@ class Video:
 
     def frames(self, processor: Any) -> tuple[np.ndarray, Any]:
         """The frames that a model gets, `[frames, height, width, 3]` in RGB, and their `VideoMetadata`."""
-        if isinstance(self.source, Path):
-            return self._decoded(self.source, processor.video_processor)
         if isinstance(self.source, bytes):
             with tempfile.TemporaryDirectory(prefix="vlmcompress-video-") as folder:
-                return self._decoded(self.save(Path(folder)), processor.video_processor)
+                return self._decoded(self.save(Path(folder)), lambda about: _chosen(about, processor.video_processor))
+        if isinstance(self.source, Path) and self.source.suffix != FRAMES_FILE:
+            return self._decoded(self.source, lambda about: _chosen(about, processor.video_processor))
         from transformers.video_utils import VideoMetadata
 
-        images = [np.asarray(image) for image in self.source]
+        images = self._listed()
+        (count, height, width, _), indices = images.shape, list(range(len(images)))
+        # vLLM 0.32 (`multimodal/media/video.py: VideoMediaIO.load_base64`) takes a list for a frame a second.
+        return images, VideoMetadata(count, width=width, height=height, fps=1.0, frames_indices=indices)
+
+    def sampled(self, choose: Callable[[Any], np.ndarray]) -> list[Image.Image]:
+        """The frames of a file whose ascending indices the function `choose` takes from its `VideoMetadata`."""
+        assert isinstance(self.source, Path)
+        return [Image.fromarray(frame) for frame in self._decoded(self.source, choose)[0]]
+
+    def _listed(self) -> np.ndarray:
+        """The frames of a list, or of a file of frames, `[frames, height, width, 3]`."""
+        source: Any = self.source
+        if isinstance(source, Path):
+            source = [Image.open(io.BytesIO(base64.b64decode(frame))) for frame in source.read_text().split(",")]
+        images = [np.asarray(image) for image in source]
         if len({image.shape for image in images}) != 1:
             raise BadSample(f"{self.name} has {len(images)} frames, not of one size; give images of one size")
-        height, width, _ = images[0].shape
-        indices = list(range(len(images)))
-        return np.stack(images), VideoMetadata(len(images), width=width, height=height, frames_indices=indices)
+        return np.stack(images)
 
     def digest(self) -> bytes:
         """SHA-256 of the file, or of the frames' pixels."""
@@ -108,21 +141,32 @@ class Video:
 
     def save(self, folder: Path) -> Path:
         """Save the video as a file in `folder`, for engines, named by its content; a hard link to the original if possible."""
-        if not isinstance(self.source, bytes | Path):
-            raise BadSample(f"{self.name} is a list of frames, and engines are given files; give a video file")
-        suffix = self.source.suffix if isinstance(self.source, Path) else ".mp4"  # OpenCV looks at the content
-        file = folder / f"{self.digest().hex()[:32]}{suffix}"
-        if not file.exists():
-            if isinstance(self.source, bytes):
-                file.write_bytes(self.source)
-            else:
-                try:
-                    os.link(self.source.resolve(), file)
-                except OSError:  # another file system
-                    shutil.copyfile(self.source, file)
+        listed = not isinstance(self.source, bytes | Path)
+        suffix = self.source.suffix if isinstance(self.source, Path) else FRAMES_FILE if listed else ".mp4"
+        file = folder / f"{self.digest().hex()[:32]}{suffix}"  # OpenCV looks at the content, not at the name
+        if file.exists():
+            return file
+        if isinstance(self.source, Path):
+            try:
+                os.link(self.source.resolve(), file)
+            except OSError:  # another file system
+                shutil.copyfile(self.source, file)
+        elif isinstance(self.source, bytes):
+            file.write_bytes(self.source)
+        else:
+            frames = self._listed()
+            if len(frames) > FRAMES:  # vLLM would leave the rest out
+                raise BadSample(
+                    f"{self.name} has {len(frames)} frames, and engines take {FRAMES}; give fewer, or its file"
+                )
+            encoded = []
+            for frame in frames:
+                Image.fromarray(frame).save(buffer := io.BytesIO(), "PNG", compress_level=1)
+                encoded.append(base64.b64encode(buffer.getvalue()).decode())
+            file.write_text(",".join(encoded))
         return file
 
-    def _decoded(self, path: Path, video_processor: Any) -> tuple[np.ndarray, Any]:
+    def _decoded(self, path: Path, choose: Callable[[Any], np.ndarray]) -> tuple[np.ndarray, Any]:
         from transformers.video_utils import load_video
 
         if importlib.util.find_spec("cv2") is None:
@@ -135,7 +179,9 @@ class Video:
         chosen: list[np.ndarray] = []
 
         def indices(metadata: Any, **_: Any) -> np.ndarray:
-            chosen[:] = [_chosen(metadata, video_processor)]
+            if metadata.total_num_frames < 1:
+                raise ValueError("OpenCV finds no frame in it")
+            chosen[:] = [choose(metadata)]
             size = len(chosen[0]) * metadata.width * metadata.height * 3
             if size > MOST:
                 raise BadSample(
@@ -159,8 +205,6 @@ class Video:
 
 def _chosen(metadata: Any, video_processor: Any) -> np.ndarray:
     """Indices of the frames that the model gets, ascending."""
-    if metadata.total_num_frames < 1:
-        raise ValueError("OpenCV finds no frame in it")
     total = metadata.total_num_frames
     settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
     if settings.get("fps") is None and settings.get("num_frames") is None:

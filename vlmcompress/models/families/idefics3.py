@@ -72,5 +72,5 @@ SPEC = ModelSpec(
     visual_grid="tiles",
     vision_joint=("self_attn", "layer_norm2"),
     merging_towers=(("idefics3_vision", "full"), ("smolvlm_vision", "full")),
-    mlx=MlxClass(head="own"),
+    mlx=MlxClass(head="own", fewer_tokens=True),
 )

@@ -84,5 +84,5 @@ SPEC = ModelSpec(
     engine_prefixes=LLAVA_MAPPER,
     engine_mapper=LLAVA_MAPPER,
     hub_prefixes=LLAVA_MAPPER,
-    mlx=MlxClass(decoder="qwen3"),
+    mlx=MlxClass(decoder="qwen3", fewer_tokens=True),
 )

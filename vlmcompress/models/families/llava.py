@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import Layout, Piece, cut
-from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
+from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, MlxClass, ModelSpec
 from vlmcompress.utils.errors import UserError
 
 
@@ -66,6 +66,7 @@ SPEC = ModelSpec(
     placeholders=placeholders,
     image_processor=image_processor,
     visual_grid="patches",
+    mlx=MlxClass(fewer_tokens=True),
     vision_cls="clip_vision_model",
     vision_units="patch",
     vision_joint=("self_attn", "layer_norm2"),

@@ -23,7 +23,7 @@ from vlmcompress.recipe.allocation import Key
 from vlmcompress.recipe.bits import DEFAULT, NAMED
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 from vlmcompress.utils.text import parse_bytes, size
 
 

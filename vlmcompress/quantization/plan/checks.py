@@ -196,7 +196,7 @@ def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
         )
     elif "embeddings" in quantized and source.spec.embedding_whole and recipe.engine == "vllm":
         yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
-    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec):
+    elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec) and recipe.format != "mlx":
         yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
     for group in filter(None, [survey.head]):
         scheme = survey.method.of(group).scheme

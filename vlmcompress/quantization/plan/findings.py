@@ -7,6 +7,7 @@ which engine loads which format in `export.readers`; of machines for other engin
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vlmcompress import models
 from vlmcompress.export import adapter, readers
@@ -186,8 +187,13 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
     if plan.visual_tokens is None or plan.problems:
         return []
     title = f"{engine}: visual tokens"
-    if plan.visual_tokens.reducer and engine not in ("vllm", "transformers"):
-        return [Finding(title, False, f"{engine} does not know the reducer of a checkpoint; use --engine vllm")]
+    if plan.recipe.reduce and engine not in ("vllm", "transformers"):
+        problem: str | None = f"{engine} does not know the reducer of a checkpoint; use --engine vllm"
+        writer: Any = FORMATS.get("mlx") if engine == "mlx" else plan.recipe.exporter
+        if hasattr(writer, "reducer_problem"):
+            problem = writer.reducer_problem(plan.source.spec.family, plan.recipe.reduce.plain())
+        if problem:
+            return [Finding(title, False, problem)]
     return [Finding(title, True, plan.visual_tokens.text)]
 
 

@@ -29,7 +29,7 @@ from vlmcompress.recipe.allocation import Key
 from vlmcompress.reduction import scorer_file
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
-from vlmcompress.utils.tensor_files import Spec
+from vlmcompress.utils.tensor_headers import Spec
 
 T = TypeVar("T")
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are

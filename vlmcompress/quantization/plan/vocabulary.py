@@ -2,7 +2,8 @@
 
 vLLM 0.32 (`compressed_tensors.py: get_quant_method`) treats a head as a linear layer of any scheme. Embeddings may be integers
 without zero points and with 16-bit outputs, whose rows a Triton kernel looks up (`compressed_tensors_embedding.py`). A tied
-head would get the embedding's weights in place of its scheme's, so it is untied.
+head would get the embedding's weights in place of its scheme's, so it is untied. MLX has kernels with zero points, and its tied
+head multiplies by the quantized embedding.
 
 An engine computes logits only at a prompt's last token and at the answer's. So the head's calibration leaves out visual tokens,
 which are most of a prompt and never precede a generated token.
@@ -28,7 +29,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
     if recipe.head == "w8a16":
         options = {"group_size": recipe.group_size}
     if _CODE_BITS.get(recipe.head) == 4:
-        options = {"group_size": _group_size(source), "symmetric": True}
+        options = {"group_size": _group_size(source), "symmetric": _symmetric(recipe)}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
         if needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits:
             options["balance"] = BALANCE
@@ -41,7 +42,14 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
 def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
     """The number formats of the token embedding; None: it is not quantized."""
     bits = _CODE_BITS.get(recipe.embeddings)
-    return None if bits is None else weight_only(bits, recipe.group_size if bits == 8 else _group_size(source))
+    if bits == 8:
+        return weight_only(8, recipe.group_size)
+    return None if bits is None else weight_only(bits, _group_size(source), _symmetric(recipe))
+
+
+def _symmetric(recipe: Recipe) -> bool:
+    """Whether 4 bits have no zero points."""
+    return recipe.format != "mlx"
 
 
 def _group_size(source: Source) -> int:

@@ -25,6 +25,7 @@ from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.reduction.hooks import views
 from vlmcompress.utils import hub, tensor_files
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.tensor_headers import FLOATS
 
 FIELD = "view_stays"  # field of an image, and processor argument: whether each image stays
 NAMES = "names"
@@ -133,7 +134,7 @@ def table_of(source: str) -> Tensor:
     words = {
         name: entry
         for name, entry in models.stored_tensors(folder).items()
-        if name.endswith(TABLE) and not name.startswith("mtp.") and entry.spec.dtype in tensor_files.FLOATS
+        if name.endswith(TABLE) and not name.startswith("mtp.") and entry.spec.dtype in FLOATS
     }
     if len(words) != 1:
         raise UserError(
