@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     exact = teacher_forcing.measure(said[0], *said)["exact"] if said else torch.zeros(0)
     clusters = paired.numbered([paired.about(sample) for sample in bench.questions])
     pictures = clusters.new_tensor([bool(sample.images) for sample in bench.questions]).bool()
-    asked = pictures.nonzero().squeeze(1)[:: max(1, int(pictures.sum()) // max(1, args.asked))][: args.asked].tolist()
+    subset = pictures.nonzero().squeeze(1)[:: max(1, int(pictures.sum()) // max(1, args.asked))][: args.asked].tolist()
     rows, loaded = [], {}
     for method in args.methods:
         folder = args.work / f"{bench.name}-{method.replace(' ', '-')}"
@@ -178,11 +178,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 a, b = measures[values][None], loaded[BASE][values][None]
                 row[f"{name}_ratio"] = ratio(a, b, clusters if name == "answers" else torch.arange(a.shape[1]))
         if method in args.ask:
-            samples, path = [bench.questions[number] for number in asked], folder.with_suffix(".asked.pt")
+            samples, path = [bench.questions[number] for number in subset], folder.with_suffix(".asked.pt")
             right = teacher_forcing.cached(path, lambda f=folder, s=samples: answered(f, s, args.work / "media"))
-            expected = measures["answers/exact"][asked]
-            row |= {"mlx_asked": len(asked), "mlx_as_expected": int((right == expected).sum())}
-            row["mlx_difference"] = paired.points((right - exact[asked])[None], clusters[asked])
+            expected = measures["answers/exact"][subset]
+            row |= {"mlx_asked": len(subset), "mlx_as_expected": int((right == expected).sum())}
+            row["mlx_difference"] = paired.points((right - exact[subset])[None], clusters[subset])
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
