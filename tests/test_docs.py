@@ -220,6 +220,7 @@ def test_lines_are_short(page):
         ("bench_accuracy", "accuracy"),
         ("bench_accuracy", "boxes"),
         ("compare_weights", "weights"),
+        ("mlx_weights", "mlx"),
         ("bench_reducers", "reducers"),
         ("bench_serving", "serving"),
         ("simulate_statistics", "statistics"),
