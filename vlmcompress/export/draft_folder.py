@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from vlmcompress import __version__, models
 from vlmcompress.export import draft_images, draft_tensors, manifest
 from vlmcompress.export.draft_images import DraftImages
+from vlmcompress.reduction.support import PREFIX
 from vlmcompress.utils import folders, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.schema import Count, Number, Size
@@ -38,7 +39,6 @@ TARGETS = (
 states, and mixtures of experts were not tried."""
 IN_PIECES = ("Mistral3ForConditionalGeneration",)
 """Architectures whose visual tokens are not contiguous, so that a draft gets them as vLLM passes them."""
-PREFIX = "Vlmcompress"  # of an architecture that carries a reducer
 
 
 def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_PREFIX = "Vlmcompress"  # before the architecture of a checkpoint with a reducer, see `reduction.block`
+from vlmcompress.reduction.support import PREFIX
+
 _KEPT = re.compile(r"-:(?!.*(?:vision|visual|mtp)).*layers")  # GPTQ's pattern of layers that are not quantized
 _COUNTS = (1, 2, 4, 8)
 _FILL = 0.6  # share of the memory for weights before another GPU is added; the rest is KV cache
@@ -170,7 +171,7 @@ def gather_facts(
     targets = [str(target) for targets in lists if isinstance(targets, list) for target in targets]
     return LoadFacts(
         name=plain_name(name) or "model",
-        architecture=plain_name(names[0]).removeprefix(_PREFIX) if names else "",
+        architecture=plain_name(names[0]).removeprefix(PREFIX) if names else "",
         method=plain_name(str(quantization["quant_method"])) if "quant_method" in quantization else None,
         groups=_groups(quantization),
         embeddings=any("embed" in target.lower() for target in targets),
