@@ -44,7 +44,7 @@ def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
     with subprocess.Popen(command, cwd=folder, stdout=sys.stderr, env=os.environ | settings) as process:
         while process.poll() is None:
-            peak = max(peak, sum(map(_anonymous, _family(process.pid))))
+            peak = max(peak, sum(map(_anonymous, family(process.pid))))
             time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
@@ -59,13 +59,13 @@ def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     }
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     with contextlib.suppress(OSError):  # it has ended
         children = [
             int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
         ]
-        return [pid, *(member for child in children for member in _family(child))]
+        return [pid, *(member for child in children for member in family(child))]
     return []
 
 

@@ -118,5 +118,5 @@ def test_what_is_not_fp8_is_not_rounded_twice(source, tmp_path, capsys):
 
 def test_a_config_alone_names_an_unsupported_family(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
-    code, text, _ = run(capsys, "check", tmp_path, "--scheme", "rtn")
-    assert code == 2 and "model type 'qwen2_5_omni' is not supported: it hears and speaks" in text
+    code, _, error = run(capsys, "check", tmp_path, "--scheme", "rtn")
+    assert code == 2 and "model type 'qwen2_5_omni' is not supported: it hears and speaks" in error

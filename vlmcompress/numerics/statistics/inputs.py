@@ -380,7 +380,8 @@ def _multiplied(device: torch.device) -> int:
 def add_cross(cross: Tensor, rows: Tensor, weight: float = 1.0) -> None:
     """Add `weight X^T D` to `cross [in, in]`, in place, for `rows [tokens, 2 in]` of X and D side by side."""
     with _factors(rows) as factors:
-        _add(cross, *factors.split(len(cross), 1), weight, False)
+        left, right = factors.split(len(cross), 1)
+        _add(cross, left, right, weight, fresh=False)
 
 
 def _add(target: Tensor, left: Tensor, right: Tensor, weight: float, fresh: bool) -> None:
@@ -388,7 +389,8 @@ def _add(target: Tensor, left: Tensor, right: Tensor, weight: float, fresh: bool
 
     The product is rounded before it is weighted, so that a sum is the same whether its terms were stored or not.
     """
-    step, wide = 2 * _multiplied(target.device), {} if left.dtype == target.dtype else {"out_dtype": target.dtype}
+    step = 2 * _multiplied(target.device)
+    wide: dict[str, Any] = {} if left.dtype == target.dtype else {"out_dtype": target.dtype}
     for columns, rows in zip(left.split(step, 1), target.split(step), strict=True):
         if fresh and not wide:
             torch.mm(columns.T, right, out=rows).mul_(weight)
