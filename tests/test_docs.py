@@ -229,6 +229,7 @@ def test_lines_are_short(page):
         ("full_width", "full_width"),
         ("peers", "peers"),
         ("growth", "growth"),
+        ("engine_costs", "engine_costs"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

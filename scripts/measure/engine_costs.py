@@ -26,7 +26,7 @@ from process_cost import ROOT, family, process_cost, work_or_render
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "eval" / "engine_costs.json"
 DEMO = ROOT / "eval" / "demo" / "demo-llava"
-QUESTIONS, TURNS, REQUESTS = 400, 6, 16
+QUESTIONS, TURNS, REQUESTS = 400, 8, 64
 PHASES = ("questions", "engine start", "answers", "scores and report")
 FLAGS = [
     "--no-enable-prefix-caching",
