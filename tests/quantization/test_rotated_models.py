@@ -19,9 +19,15 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import REDUCERS
 
 REFUSED = {
+    "cohere2-vision": "q_proj reads the stream without a norm that is known",
+    "exaone4-5": "q_proj reads the stream without a norm that is known",
     "gemma3": r"norms compute x \* \(1 \+ weight\)",
     "gemma4": "post_attention_layernorm normalizes what a branch puts out",
+    "gemma4-moe": "its router and its experts",
+    "gemma4-unified": "post_attention_layernorm normalizes what a branch puts out",
+    "glm-ocr": "post_self_attn_layernorm normalizes what a branch puts out",
     "glm4v": "post_self_attn_layernorm normalizes what a branch puts out",
+    "glm4v-moe": "its router and its experts",
     "qwen3-5": r"norms compute x \* \(1 \+ weight\)",
     "qwen3-5-moe": r"norms compute x \* \(1 \+ weight\)",
     "qwen3-vl-moe": "its router and its experts",
