@@ -75,7 +75,8 @@ def box_rows(split: str, variant: str, number: int) -> list[dict]:
         if len(rows) == number:
             return rows
         family = ("box", "point")[len(rows) % 2]
-        for question, _, box in [turn[:3] for turn in turns if turn[3] == family][:1]:
+        if turn := next((turn for turn in turns if turn[3] == family), None):
+            question, _, box, _ = turn
             image = png(scene.draw()[0])
             name = f"{split}-{variant}-{family}-{len(rows):04d}"
             rows.append({"id": name, "image": [image], "question": question, "answer": written(box), "family": family})

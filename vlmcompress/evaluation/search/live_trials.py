@@ -88,9 +88,7 @@ class LiveTrials:
                 break
             self.progress(label, done, len(jobs))
             number, answers = next(results)
-            if (
-                isinstance(answers, Failed) and answers.unwritten
-            ):  # no fault of the candidate's, which the log would keep
+            if isinstance(answers, Failed) and answers.unwritten:  # the candidate is not at fault; the log would say so
                 raise UserError(answers.reason)
             self._took.append((time.monotonic() - began) / (done + 1))
             rows[jobs[number].name] = answered = self._row(answers)

@@ -55,11 +55,10 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("mlx-vlm's class ties the output head to the embedding; leave it so, and in bf16")
     text = {**_legacy(config["text_config"], mlx), **config["text_config"]}
     result = {**config, "text_config": text}
-    if (
-        "mm_tokens_per_image" in config
-    ):  # Gemma 3, which scales images by the width at the top, 2048 where it is missing
+    if "mm_tokens_per_image" in config:  # Gemma 3
         text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
-        result |= {key: text[key] for key in ("hidden_size",) if key in text}
+        if "hidden_size" in text:  # images are scaled by the width at the top, 2048 where it is missing
+            result["hidden_size"] = text["hidden_size"]
     if "image_start_token_id" in config:  # GLM-4V
         result = {"vision_start_token_id": config["image_start_token_id"], **result}
     if mlx.tower_type and isinstance(config.get("vision_config"), Mapping):

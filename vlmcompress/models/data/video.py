@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,10 @@ def refuse_videos(samples: Iterable[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class LazyFrames(Sequence[Image.Image]):
+class LazyFrames(Iterable[Image.Image]):
     """Frames that the function `make` draws or decodes whenever they are read, so that many videos take no memory."""
 
     make: Callable[[], list[Image.Image]]
-
-    def __len__(self) -> int:
-        return len(self.make())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.make()[index]
 
     def __iter__(self) -> Iterator[Image.Image]:
         return iter(self.make())
@@ -88,7 +82,7 @@ class Video:
         origin: the sample's name in messages.
     """
 
-    source: bytes | Path | Sequence[Image.Image]
+    source: bytes | Path | Iterable[Image.Image]
     origin: str
 
     @property
@@ -141,6 +135,8 @@ class Video:
 
     def save(self, folder: Path) -> Path:
         """Save the video as a file in `folder`, for engines, named by its content; a hard link to the original if possible."""
+        if isinstance(self.source, LazyFrames):  # both the name and the file need them: they are made once
+            return replace(self, source=list(self.source)).save(folder)
         listed = not isinstance(self.source, bytes | Path)
         suffix = self.source.suffix if isinstance(self.source, Path) else FRAMES_FILE if listed else ".mp4"
         file = folder / f"{self.digest().hex()[:32]}{suffix}"  # OpenCV looks at the content, not at the name

@@ -185,9 +185,10 @@ class GroupStats:
         totals = torch.zeros(2, len(names), dtype=torch.float64, device=dw.device)
         if summed := [index for index, name in enumerate(names) if name in self._gram]:
             totals[:, summed] = _traces(changes, [self._gram[names[index]] for index in summed])
-        for index, name in enumerate(names):
-            if name in self._pending:
-                outputs = self._pending[name][:, : self.width].float() @ torch.cat(changes).T
+        if pending := [index for index, name in enumerate(names) if name in self._pending]:
+            both = torch.cat(changes).T
+            for index in pending:
+                outputs = self._pending[names[index]][:, : self.width].float() @ both
                 sizes = [output.square().sum(dtype=torch.float64) for output in outputs.split([len(dw), len(w)], 1)]
                 totals[:, index] += torch.stack(sizes)
         return {
