@@ -24,6 +24,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=50.0, help="training time, that of earlier runs included")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--start", type=Path, metavar="FILE", help="adapters that read begins with; default: random ones"
+    )
     parser.add_argument("--processes", type=int, default=1, help="processes of read, each of one thread")
     parser.add_argument("--work", type=Path, default=ROOT / "build/smol", help="folder of the package and the state")
     args = parser.parse_args()
@@ -44,7 +47,8 @@ def read(rank: int, args: argparse.Namespace, meeting: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     language, original = package.load(args.work)
-    reading = Reading(Plan(args.minutes, args.rate, args.seed), language, tokenizer_of(original), args.work)
+    plan = Plan(args.minutes, args.rate, args.seed, start=args.start)
+    reading = Reading(plan, language, tokenizer_of(original), args.work)
     if args.processes > 1:
         dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=args.processes)
     reading.run()

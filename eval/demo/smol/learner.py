@@ -5,15 +5,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from .adapter import adapt, adapters, without
+from .adapter import adapt, adapters
 from .sequences import Batch
 
 
 class Learner(nn.Module):
-    """The package's language model, frozen, with adapters that learn."""
+    """The package's language model off its 4-bit grid, frozen, with adapters that learn; `original` is on the grid still."""
 
-    def __init__(self, language: LlamaForCausalLM):
+    def __init__(self, language: LlamaForCausalLM, original: LlamaForCausalLM):
         super().__init__()
+        self.original = original.requires_grad_(False).eval()
         self.language = language.requires_grad_(False).eval()
         self.layers = language.model.layers
         adapt(self.layers)
@@ -34,8 +35,8 @@ class Learner(nn.Module):
 
     def drift(self, ids: Tensor) -> Tensor:
         """Mean KL divergence, in nats, of the adapted language model from the package's, over texts `ids [n, length]`."""
-        with torch.no_grad(), without(self.layers):
-            original = self.language(ids, use_cache=False).logits.log_softmax(-1)
+        with torch.no_grad():
+            original = self.original(ids, use_cache=False).logits.log_softmax(-1)
         adapted = self.language(ids, use_cache=False).logits.log_softmax(-1)
         return F.kl_div(adapted, original, log_target=True, reduction="sum") / ids.numel()
 

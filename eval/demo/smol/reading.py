@@ -1,20 +1,22 @@
 """The language model learns to read: to answer questions about an image from the words that the tower writes of it.
 
 Low-rank adapters learn answers; every few steps also English prose, plain or as an answer in a chat, whose next-token
-probabilities must stay those of the package's model. Families are drawn in proportion to how badly they do. What is shipped is
-an average over the last steps. The learning rate is constant but for the last fifth of the time, so a training can be resumed
-with more minutes. Several processes train on images of their own and take the mean of their weights every few steps (local
-SGD, arXiv 1805.09767); the first one measures and saves.
+probabilities must be those of the package's model before it left its 4-bit grid (`off_grid.py`). Families are drawn in
+proportion to how badly they do. What is shipped is an average over the last steps. The learning rate is constant but for the
+last fifth of the time, so a training can be resumed with more minutes. Several processes train on images of their own and take
+the mean of their weights every few steps (local SGD, arXiv 1805.09767); the first one measures and saves.
 """
 
 import json
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,11 +25,12 @@ from eval import english
 from eval.world.vocab import FAMILIES
 
 from .learner import Learner, accuracy
+from .off_grid import leave_grid
 from .sequences import BEFORE, BETWEEN, Writer, training_batch, validation_batches
 from .training import Training
 
 EMA = 0.99
-PROSE_EVERY = 6  # steps
+PROSE_EVERY = 3  # steps
 PROSE = (2, 160)  # texts and tokens of each
 PROSE_WEIGHT = 2.0
 TOGETHER = 4  # steps between means over processes
@@ -42,15 +45,23 @@ class Plan:
     seed: int = 0
     validate_every: float = 400.0  # seconds
     questions: int = 12  # of a family, in validation
+    start: Path | None = None  # adapters to begin with; None: random ones
 
 
 class Reading(Training):
     """State of one training."""
 
     def __init__(self, plan: Plan, language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path):
-        self.plan, self.learner, self.tokenizer = plan, Learner(language), tokenizer
+        original = deepcopy(language)
+        leave_grid(language, plan.seed)
+        self.plan, self.learner, self.tokenizer = plan, Learner(language, original), tokenizer
         learned = self.learner.learned()
         optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        if plan.start:
+            with torch.no_grad():
+                for name, tensor in load_file(plan.start).items():
+                    if name in learned:
+                        learned[name].copy_(tensor)
         super().__init__(learned, folder / "reading.pt", EMA, optimizer)
         self.writer = Writer(tokenizer)
         state = self.resume()
