@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,13 +13,15 @@ import pytest
 
 from tests.kit import calibration_rows, forks, tiny
 from tests.kit.command_line import run
+from tests.kit.edits import other_weights
+from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.utils.progress import ProgressBar
 
 TRAINING = ("--samples", "24", "--steps", "4", "--every", "2", "--batch", "2")
 CASES = {  # verb: (its flags, other settings, the label and the step of progress after which it is stopped)
     "quantize": (("--scheme", "gptq", "--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
     "calibrate": (("--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
-    "recover": (("--reduce", "uniform:0.5", *TRAINING), ("--seed", "3"), ("recovering", 3)),
+    "recover": (("--reduce", "uniform:0.5", *TRAINING), ("--lr", "0.002"), ("recovering", 3)),
     "learn-reducer": (TRAINING, ("--lr", "0.02"), ("training the scorer", 3)),
     "draft": (("--engine", "hf", "--answer-tokens", "4", *TRAINING), ("--lr", "0.0005"), ("training the draft", 3)),
 }
@@ -32,9 +36,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """The weights that were written."""
+    """The weights that were written, and what the manifest says of training."""
     files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
-    return {path.name.replace(out.name, "out"): path.read_bytes() for path in files}
+    written = {path.name.replace(out.name, "out"): path.read_bytes() for path in files}
+    if (out / MANIFEST).is_file():
+        written[MANIFEST] = json.dumps(json.loads((out / MANIFEST).read_text()).get("recovery")).encode()
+    return written
 
 
 def kept(work: Path) -> dict[str, int]:
@@ -90,28 +97,44 @@ def test_interrupted(world, tmp_path, capsys, monkeypatch, verb):
     code, _, err = run(capsys, *call, "-o", whole)
     assert code == 0, err
 
-    def stop(_bar: ProgressBar, output: str, done: int, total: int) -> None:
-        if output == label and done >= last:
-            raise KeyboardInterrupt
+    steps: list[int] = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressBar, "__call__", stop)
-        code, _, err = run(capsys, *call, "-o", out)
+    def until(end: int, *arguments: object) -> tuple[int, str]:
+        """The call, stopped at a step: its exit code and errors; `steps` are those of `label` that it took."""
+        steps.clear()
+
+        def progress(_bar: ProgressBar, output: str, done: int, total: int) -> None:
+            if output == label:
+                steps.append(done)
+                if done >= end:
+                    raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ProgressBar, "__call__", progress)
+            code, _, err = run(capsys, *call, *arguments, "-o", out)
+        return code, err
+
+    code, err = until(last)
     assert code == 130 and "the same command goes on from here" in err and not out.exists()
     before = kept(work)
-    assert any(name.endswith(".safetensors") for name in before)
+    assert any(name.endswith(".safetensors") for name in before) and min(steps) <= 1
 
     code, _, err = run(capsys, *call, *others, "-o", out)
     assert code == 2 and err.count("\n") == 1 and "begin anew with --restart" in err, err
+    assert f"an interrupted run with {others[0] if '--steps' in flags else ''}" in err, err
     assert kept(work) == before, "nothing is lost"
+    if verb != "quantize":  # which tells a model by its files' sizes and times
+        with other_weights(world / "model"):
+            code, _, err = run(capsys, *call, "-o", out)
+        assert code == 2 and re.search("interrupted run with (weights|model.content_sha256) ", err), err
 
     shutil.copytree(work, tmp_path / "copy")
-    code, _, err = run(capsys, *call, "--resume", "-o", out)
+    code, err = until(1000, "--resume")
     assert code == 0 and f"going on with the finished work in {work}" in err, err
+    assert "--steps" not in flags or min(steps) >= last, "no step of training is taken twice"
     assert contents(out) == contents(whole) and not work.exists()
 
     shutil.rmtree(out) if out.is_dir() else out.unlink()
     shutil.copytree(tmp_path / "copy", work)
-    code, _, err = run(capsys, *call, *others, "--restart", "-o", out)
-    assert code == 0 and "going on" not in err, err
-    assert contents(out).keys() == contents(whole).keys() and not work.exists()
+    code, err = until(1, *others, "--restart")
+    assert code == 130 and "going on" not in err and min(steps) <= 1, err

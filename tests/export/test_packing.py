@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 from vlmcompress.export.packing import pack_bits, pack_words, unpack_words
 
+SHAPES = ((4, 32), (5, 40), (3, 33), (7, 1))
+MANY = (2, 1 << 19)  # more than what is worked on at a time
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("shape", [(4, 32), (5, 40), (3, 33), (7, 1), (2, 1 << 19)])
+
+@pytest.mark.parametrize(
+    ("bits", "shape"), [*itertools.product(range(1, 9), SHAPES), (3, MANY), (4, MANY)]
+)  # codes of 3 bits cross from word to word
 def test_words_are_those_of_compressed_tensors(bits, shape):
-    """The last shape is more than what is worked on at a time."""
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, dtype=torch.int8)
     words = pack_words(codes, bits)
     assert torch.equal(words, pack_to_int32(codes, bits)) and words.is_contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import pytest
 import torch
 
@@ -23,8 +25,17 @@ CASES = [
     for method in (FEW if spec.experts else SHARES)
     if family_refusal(spec, method) is None
 ]
-# What does not depend on both: every method with one family, every family with two methods; the rest is slow.
-EACH = [pytest.param(*case, marks=[] if case[0] == "llava" or case[1] in FEW else [pytest.mark.slow]) for case in CASES]
+WAYS = ("random", "relevance", "vscan", "fastv", "dart-llm", "pyramiddrop")  # a method of each way of applying
+
+
+def crossed(few: Collection[str], cases: Iterable[tuple] = tuple(CASES)) -> list:
+    """For what does not depend on both: every method with one family, every family with `few` methods; the rest is slow."""
+    return [
+        pytest.param(*case, marks=[] if case[0] == "llava" or case[1] in few else [pytest.mark.slow]) for case in cases
+    ]
+
+
+EACH = crossed(FEW)
 SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},

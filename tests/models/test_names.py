@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -51,53 +52,51 @@ def test_tiny_checkpoint_has_hub_names(family, checkpoint):
     assert {name for name in disk if "lm_head" in name} == ({head} if head else set())
 
 
-@pytest.mark.parametrize("hub_names", [True, False], ids=["hub", "transformers"])
-def test_disk_names_are_where_the_values_come_from(family, hub_names, checkpoint, loaded):
+@pytest.fixture(scope="module")
+def named(checkpoint):
+    """`named(family, hub_names)`: the checkpoint's folder, its model without weights, its spec, and its names on disk."""
+
+    @functools.cache
+    def get(family: str, hub_names: bool = True):
+        folder = checkpoint(family, hub_names)
+        meta_model = models.build_meta_model(folder)
+        names = models.disk_names(meta_model, models.tensor_headers(folder))
+        return folder, meta_model, models.spec_for(models.read_config(folder)), names
+
+    return get
+
+
+def test_disk_names_are_where_the_values_come_from(family, named, loaded):
     """Oracle: `from_pretrained` itself. The tensor under the disk name holds the values of the loaded parameter."""
-    folder = checkpoint(family, hub_names)
     state = loaded(family).model.state_dict()
-    tensors = {name: read_tensor(entry) for name, entry in models.stored_tensors(folder).items()}
-    meta_model = models.build_meta_model(folder)
-    names = models.disk_names(meta_model, tensors)
-    drafts = models.draft_tensors(loaded(family).spec, tensors)
-    assert sorted([*names.values(), *drafts]) == sorted(tensors)
-    assert set(state) - set(names) <= set(models.tied_names(meta_model))
-    assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
+    for hub_names in (True, False):
+        folder, meta_model, spec, names = named(family, hub_names)
+        tensors = {name: read_tensor(entry) for name, entry in models.stored_tensors(folder).items()}
+        assert sorted([*names.values(), *models.draft_tensors(spec, tensors)]) == sorted(tensors)
+        assert set(state) - set(names) <= set(models.tied_names(meta_model))
+        assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
 
 
 SAVED_WITHOUT_VISION_MODEL = ("cohere2-vision", "gemma3", "lfm2-vl", "llava", "llava-next", "llava-onevision")
 READ_BY_HUB_NAMES_ALONE = ("gemma4-unified", "paddleocr-vl")
 
 
-def spelled(checkpoint, family: str) -> tuple[models.ModelSpec, dict[str, dict[str, str]]]:
-    """The family, and memory name -> name on disk as on the hub, as transformers saves it, and as it is in memory."""
-    meta_model = models.build_meta_model(checkpoint(family))
-    kinds = {"hub": True, "transformers": False}
-    spellings = {
-        kind: models.disk_names(meta_model, models.tensor_headers(checkpoint(family, hub)))
-        for kind, hub in kinds.items()
-    }
-    return models.spec_for(models.read_config(checkpoint(family))), spellings | {
-        "memory": {m: m for m in spellings["hub"]}
-    }
+def test_hub_names_are_those_of_hub_checkpoints(family, named):
+    _, _, spec, names = named(family)
+    assert {memory: spec.hub_name(memory) for memory in names} == names
 
 
-def test_hub_names_are_those_of_hub_checkpoints(family, checkpoint):
-    spec, spellings = spelled(checkpoint, family)
-    assert {memory: spec.hub_name(memory) for memory in spellings["hub"]} == spellings["hub"]
-
-
-def test_names_that_vllm_does_not_find(family, checkpoint):
+def test_names_that_vllm_does_not_find(family, named):
     """The hub's it finds; of those that transformers saves it lacks the whole tower where it asks for `vision_model`."""
-    spec, spellings = spelled(checkpoint, family)
-    assert models.unfound(spellings["hub"], spec) == {}
-    for kind in ("transformers", "memory"):
-        names, lacks = spellings[kind], family in SAVED_WITHOUT_VISION_MODEL
-        tower = {disk: spellings["hub"][memory] for memory, disk in names.items() if memory.startswith(spec.vision)}
-        if kind == "memory" and family in READ_BY_HUB_NAMES_ALONE:
-            lacks, tower = True, {memory: hub for memory, hub in spellings["hub"].items() if hub != memory}
+    (_, _, spec, hub), (_, _, _, saved) = named(family), named(family, False)
+    assert models.unfound(hub, spec) == {}
+    for names in (saved, in_memory := {memory: memory for memory in hub}):
+        lacks = family in SAVED_WITHOUT_VISION_MODEL
+        tower = {disk: hub[memory] for memory, disk in names.items() if memory.startswith(spec.vision)}
+        if names is in_memory and family in READ_BY_HUB_NAMES_ALONE:
+            lacks, tower = True, {memory: disk for memory, disk in hub.items() if disk != memory}
         assert models.unfound(names, spec) == (tower if lacks else {})
-        assert models.written_names(names, spec) == (spellings["hub"] if lacks else names)
+        assert models.written_names(names, spec) == (hub if lacks else names)
 
 
 def test_disk_names_refuse_what_does_not_fit(checkpoint):
@@ -111,11 +110,9 @@ def test_disk_names_refuse_what_does_not_fit(checkpoint):
         models.disk_names(meta_model, [*disk, "lm_head.weight"])
 
 
-def test_memory_names_of_a_quantized_layer(family, checkpoint):
+def test_memory_names_of_a_quantized_layer(family, named):
     """A packed weight and its scale belong to the module that the plain weight belonged to."""
-    folder = checkpoint(family)
-    meta_model = models.build_meta_model(folder)
-    names = models.disk_names(meta_model, models.tensor_headers(folder))
+    _, meta_model, _, names = named(family)
     for memory in models.linear_names(meta_model):
         if f"{memory}.weight" in names:
             disk = names[f"{memory}.weight"].removesuffix(".weight")
@@ -132,27 +129,22 @@ def test_disk_names_skip_rotary_tables_of_old_checkpoints(checkpoint):
 
 
 @pytest.mark.parametrize("hub_names", [True, False], ids=["hub", "transformers"])
-@pytest.mark.parametrize("what", ["llm", "llm and tower", "one layer skipped"])
-def test_ignore_covers_exactly_the_rest(family, what, hub_names, checkpoint):
-    """Oracle: compressed-tensors' own matcher. Under each naming it matches all unquantized layers and no other."""
-    folder = checkpoint(family, hub_names)
-    meta_model = models.build_meta_model(folder)
-    spec = models.spec_for(models.read_config(folder))
-    names = models.disk_names(meta_model, models.tensor_headers(folder))
-    groups = models.resolve_groups(meta_model, spec)
-    if what == "one layer skipped":
-        groups = [group for group in groups if group.layer != 1 or group.name != "down"]
-    if what == "llm and tower":
-        groups += models.vision_linears(meta_model, spec)
-    quantized = {name for group in groups for name in group.linears}
-    ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized, names))
-    for name in models.linear_names(meta_model):
-        forms = {name, spec.engine_name(name)}
-        if f"{name}.weight" in names:
-            forms.add(names[f"{name}.weight"].removesuffix(".weight"))
-        for form in forms:
-            assert any(match_name(form, entry) for entry in ignore) == (name not in quantized), (form, ignore)
-    assert len(ignore) < 30
+def test_ignore_covers_exactly_the_rest(family, hub_names, named):
+    """Oracle: compressed-tensors' own matcher. Under each naming it matches all unquantized layers and no other, whether the
+    decoder is quantized, with the tower, or without one of its layers."""
+    _, meta_model, spec, names = named(family, hub_names)
+    decoder, tower = models.resolve_groups(meta_model, spec), models.vision_linears(meta_model, spec)
+    but_one = [group for group in decoder if group.layer != 1 or group.name != "down"]
+    for groups in (decoder, [*decoder, *tower], but_one):
+        quantized = {name for group in groups for name in group.linears}
+        ignore = ignore_entries(models.kept_modules(meta_model, spec, quantized, names))
+        for name in models.linear_names(meta_model):
+            forms = {name, spec.engine_name(name)}
+            if f"{name}.weight" in names:
+                forms.add(names[f"{name}.weight"].removesuffix(".weight"))
+            for form in forms:
+                assert any(match_name(form, entry) for entry in ignore) == (name not in quantized), (form, ignore)
+        assert len(ignore) < 30
 
 
 def test_ignore_names_tower_and_projector_without_linear_layers(checkpoint):

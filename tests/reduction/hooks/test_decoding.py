@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import CASES, FAMILIES, GREEDY, STEPS, extended, given
+from tests.kit.attached_cases import CASES, FAMILIES, FEW, GREEDY, STEPS, WAYS, crossed, extended, given
 from tests.kit.reduction_data import LAYERS, NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
 
-# One method of each way of applying, for every family that has it.
-DECODING = [case for case in CASES if case[1] in ("random", "relevance", "vscan", "fastv", "dart-llm", "pyramiddrop")]
+DECODING = [case for case in CASES if case[1] in WAYS]
 
 
 @pytest.mark.parametrize(("family", "method"), DECODING)
@@ -41,7 +40,7 @@ def test_generated_tokens_equal_the_full_recompute(family, method):
 BY_HAND = [(*case, masked) for case in DECODING for masked in (False, True) if not (masked and "qwen" in case[0])]
 
 
-@pytest.mark.parametrize(("family", "method", "masked"), BY_HAND)
+@pytest.mark.parametrize(("family", "method", "masked"), crossed(FEW, BY_HAND))
 def test_forward_by_hand_equals_the_full_recompute(family, method, masked):
     """Positions that the model counts itself, from its cache or a mask, are right too, for one token and for several."""
     vlm = tiny(family)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kit import reference
-from tests.kit.attached_cases import CASES, EACH, FAMILIES, given
+from tests.kit.attached_cases import CASES, EACH, FAMILIES, WAYS, crossed, given
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
@@ -16,7 +16,7 @@ from vlmcompress.reduction.methods import REGISTRY
 pytestmark = pytest.mark.representatives
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), crossed(WAYS))
 def test_equals_hiding_the_dropped_tokens(family, method):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO, NONE)

@@ -92,11 +92,11 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, An
     setup = setup_of(request)
     base = setup.base
     gains = _gains(request, setup)
+    usual = {"recover": request.recover, "small": request.small}
+    where = space.read_space(request.space, base) if request.space else space.usual(base, **usual)
     suite = questions_of(setup, request.limit)
     count = len(suite)
     confirming, images = _confirming(request, setup, count)
-    usual = {"recover": request.recover, "small": request.small}
-    where = space.read_space(request.space, base) if request.space else space.usual(base, **usual)
     with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
         with closing(workers.of(request.ray)) as crew:
             before = original(setup, count, crew, log, progress)
