@@ -24,6 +24,11 @@ REAL: dict[str, tuple[dict, dict, dict]] = {
         {},
         {(672, 672): 576 + 48 * 48 + 48, (1024, 768): 576 + 36 * 48 + 36},
     ),
+    "granite4-vision": (
+        {"size": {"shortest_edge": 384}, "crop_size": {"height": 384, "width": 384}, "image_grid_pinpoints": ANYRES},
+        {"patch_size": 16, "downsample_rate": "4/8"},
+        {(384, 384): 144 + 144 + 12, (1024, 768): 144 + 24 * 32 + 24},
+    ),
     "llava-onevision": (
         {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": ANYRES},
         {"num_image_tokens": 729},
@@ -69,29 +74,28 @@ def prompt(vlm: VLM, images: list[Image.Image]) -> dict[str, torch.Tensor]:
 
 
 def alone(vlm: VLM) -> VLM:
-    """A copy whose encoder does not attend, so that each token depends on what it shows and nothing else."""
+    """A copy whose encoder and projector do not attend, so that each token depends on what it shows and nothing else."""
     model = copy.deepcopy(vlm.model).float()
-    for name, module in model.get_submodule(vlm.spec.vision[0]).named_modules():
-        if isinstance(module, nn.Linear) and name.endswith(
-            ("attn.proj", "attn.out_proj", "attn.o_proj.linear", "attention.o_proj", "attention.projection_layer")
-        ):
-            module.weight.zero_()
-            if module.bias is not None:
-                module.bias.zero_()
     for name in vlm.spec.projector:
         for parameter in model.get_submodule(name).parameters():
             if not parameter.any():  # Gemma's projection starts as zeros
                 parameter.normal_()
+    ends = ("attn.proj", "attn.out_proj", "attn.o_proj.linear", "attention.o_proj", "attention.projection_layer")
+    ends += ("attention.output.dense",)  # a Q-Former's
+    for part in (vlm.spec.vision[0], *vlm.spec.projector):
+        for name, module in model.get_submodule(part).named_modules():
+            if isinstance(module, nn.Linear) and name.endswith(ends):
+                module.weight.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
     return VLM(model, vlm.processor, vlm.spec, vlm.path)
 
 
 def features(vlm: VLM, image: Image.Image) -> torch.Tensor:
-    """`[tokens, d]`: the visual rows that the language model gets."""
+    """`[tokens, d]`: the visual rows that the language model's first block gets."""
     inputs, rows = prompt(vlm, [image]), []
-    text = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
-    hook = text.register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(kwargs["inputs_embeds"][0]), with_kwargs=True
-    )
+    block = vlm.model.get_submodule(f"{vlm.spec.layers}.0")
+    hook = block.register_forward_pre_hook(lambda _, args: rows.append(args[0][0]))
     with torch.no_grad():
         vlm.model(**inputs)
     hook.remove()

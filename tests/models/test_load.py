@@ -73,7 +73,7 @@ def test_config_is_not_json(folder, text):
     [
         ("llama", "not a vision-language model"),
         ("llavva", "transformers .* does not know it .*did you mean 'llava'"),
-        ("paligemma", "no file in vlmcompress/models describes it; transformers .* has it.*CONTRIBUTING.md says how"),
+        ("aria", "no file in vlmcompress/models describes it; transformers .* has it.*CONTRIBUTING.md says how"),
         ("qwen3_omni_moe", "hears and speaks next to seeing.*'qwen3_vl_moe'"),
         ("kimi_vl", "Python code in the checkpoint.*vLLM has one"),
         ("deepseek_vl_v2", "DeepSeek-OCR are Python code"),
@@ -112,6 +112,8 @@ def test_an_architecture_of_another_release_or_model(folder):
     models.spec_for(config | {"architectures": ["VlmcompressLlavaForConditionalGeneration"]})
     with pytest.raises(UserError, match="says architecture 'Qwen2VLForConditionalGeneration' and model type 'llava'"):
         models.spec_for(config | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+    with pytest.raises(UserError, match="LightOnOCRForConditionalGeneration is not supported: vLLM"):  # as published
+        models.spec_for({"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"]})
 
 
 def test_mistrals_own_format_is_named(tmp_path):

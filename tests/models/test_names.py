@@ -28,6 +28,7 @@ HUB = {
     "exaone4-5": ("model.visual.blocks.0.", "model.language_model.layers.0.", "lm_head.weight"),
     "gemma4-unified": ("model.vision_embedder.", "model.language_model.layers.0.", None),
     "paddleocr-vl": ("visual.vision_model.", "model.layers.0.", "lm_head.weight"),
+    "granite4-vision": ("model.vision_tower.vision_model.", "model.language_model.layers.0.", "lm_head.weight"),
     "idefics3": ("model.vision_model.", "model.text_model.layers.0.", "lm_head.weight"),
     "internvl": ("vision_tower.encoder.layer.0.", "language_model.model.layers.0.", "language_model.lm_head.weight"),
     "lfm2-vl": ("model.vision_tower.vision_model.", "model.language_model.layers.0.", None),
@@ -77,7 +78,9 @@ def test_disk_names_are_where_the_values_come_from(family, named, loaded):
         assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
 
 
-SAVED_WITHOUT_VISION_MODEL = ("cohere2-vision", "gemma3", "lfm2-vl", "llava", "llava-next", "llava-onevision")
+SAVED_WITHOUT_VISION_MODEL = (
+    *("cohere2-vision", "gemma3", "granite4-vision", "lfm2-vl", "llava", "llava-next", "llava-onevision"),
+)
 READ_BY_HUB_NAMES_ALONE = ("gemma4-unified", "paddleocr-vl")
 
 

@@ -20,7 +20,7 @@ from vlmcompress.utils.registry import REDUCERS
 
 REFUSED = {
     "cohere2-vision": "q_proj reads the stream without a norm that is known",
-    "exaone4-5": "q_proj reads the stream without a norm that is known",
+    "exaone4-5": "its head that drafts tokens reads the stream, too",
     "gemma3": r"norms compute x \* \(1 \+ weight\)",
     "gemma4": "post_attention_layernorm normalizes what a branch puts out",
     "gemma4-moe": "its router and its experts",

@@ -125,6 +125,7 @@ def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, 
 
 _OMNI = "it hears and speaks next to seeing, and its 'thinker' alone, which vLLM serves, is not described yet; take"
 UNSUPPORTED: dict[str, str] = {
+    "aya_vision": "vLLM 0.24 was the last with a class for it; take Command A Vision, of the type 'cohere2_vision'",
     "deepseek_ocr2": "vLLM reads the original checkpoint (DeepseekOCR2ForCausalLM), transformers one of another layout",
     "deepseek_vl_v2": "DeepSeek-VL2 and DeepSeek-OCR are Python code in the checkpoint; vLLM has classes for them",
     "gemma3n": "its tower is one of timm's, which transformers' class wraps; it is not described yet",
@@ -135,15 +136,19 @@ UNSUPPORTED: dict[str, str] = {
     "kimi_vl": "its model is Python code in the checkpoint, and transformers has no class for it; vLLM has one",
     "lighton_ocr": "vLLM 0.32 takes it as model type 'mistral3' alone, transformers as 'lighton_ocr' alone",
     "llama4": "its experts are not described yet",
+    "llava_next_video": "vLLM 0.32 takes videos alone for it, no images; take LLaVA-NeXT, of the type 'llava_next'",
     "minicpmo": "its model is Python code in the checkpoint, and transformers has no class for it",
     "minicpmv": "its model is Python code in the checkpoint; transformers has a class from MiniCPM-V 4.6 on",
     "minicpmv4_6": "transformers 5.17 runs its tower only on tiles of one size, which an image and its tiles seldom have",
+    "paligemma": "its whole prompt sees itself in transformers, and in vLLM 0.32 the tokens of an image alone",
     "pixtral": "that is Pixtral's tower alone; take a whole model with it, of the type 'llava' or 'mistral3'",
     "qianfan_ocr": "its tower's queries, keys and values are one tensor on disk and three layers in transformers",
     "qwen2_5_omni": f"{_OMNI} Qwen2.5-VL, of the type 'qwen2_5_vl'",
     "qwen3_omni_moe": f"{_OMNI} Qwen3-VL, of the type 'qwen3_vl' or 'qwen3_vl_moe'",
 }
 """Model type -> why it is not supported, and an alternative if there is one."""
+_PUBLISHED_AS = {"LightOnOCRForConditionalGeneration": "lighton_ocr"}
+"""Architecture of published checkpoints that have another model's `model_type` -> transformers' model type."""
 
 
 def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) -> UserError:
@@ -201,6 +206,8 @@ def check_architecture(config: Mapping[str, Any]) -> None:
     names = _architectures(config)
     if not names or architecture is None or architecture in (name.removeprefix(REDUCED) for name in names):
         return
+    if (other := _PUBLISHED_AS.get(names[0])) is not None:
+        raise UserError(f"{names[0]} is not supported: {UNSUPPORTED[other]}")
     says = (
         f"config.json says architecture '{names[0]}' and model type '{config['model_type']}', which is '{architecture}'"
     )

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress.models._spec import Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import DraftHead, Group, LinearGroup, ModelSpec
 from vlmcompress.models.layer_names import Kept, Names
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import FLOATS, Spec
@@ -261,7 +261,7 @@ def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
 
 def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
     """Number of decoder blocks of the draft head according to config.json; 0: there is no head."""
-    value = _text(config).get(spec.draft.blocks) if spec.draft else None
+    value = _draft_part(spec.draft, config).get(spec.draft.blocks) if spec.draft else None
     return value if isinstance(value, int) and value > 0 else 0
 
 
@@ -279,7 +279,8 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
     blocks = len({match[1] for name in names if (match := re.match(rf"{prefix}\.layers\.(\d+)\.", name))})
     what = f"{len(names)} tensors are of a head that drafts tokens ({prefix}.*)"
     if not said:
-        return f'{what}, but config.json has no such head; add "{key}": {blocks} to its text_config, or remove them'
+        part = "the top of it" if spec.draft.top else "its text_config"
+        return f'{what}, but config.json has no such head; add "{key}": {blocks} to {part}, or remove them'
     if blocks != said:
         return f"{what}, of {blocks} blocks, but config.json says {key} {said}; download the checkpoint again"
     if other := next((name for name in names if stored[name].dtype not in FLOATS), None):
@@ -325,10 +326,11 @@ def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Itera
     """config.json's content, with 0 draft head blocks if the head's tensors are missing."""
     changed: Any = copy.deepcopy(dict(config))
     if spec.draft and draft_lost(spec, config, stored):
-        _text(changed)[spec.draft.blocks] = 0
+        _draft_part(spec.draft, changed)[spec.draft.blocks] = 0
     return changed
 
 
-def _text(config: Mapping[str, Any]) -> Any:
+def _draft_part(draft: DraftHead, config: Mapping[str, Any]) -> Any:
+    """The part of config.json in which vLLM reads the draft head's number of blocks."""
     text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
+    return text if isinstance(text, Mapping) and not draft.top else config

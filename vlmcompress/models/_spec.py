@@ -89,11 +89,13 @@ class DraftHead:
 
     Attributes:
         prefix: prefix of its tensors on disk and its modules in vLLM; also the method's name in vLLM.
-        blocks: key in the text model's config with its number of decoder blocks.
+        blocks: key in config.json with its number of decoder blocks.
+        top: whether vLLM reads that key at the top of config.json; else in the text model's part.
     """
 
     prefix: str
     blocks: str
+    top: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers as T
 
+from tests.kit.tiny import _mtp
 from tests.kit.tiny._text import GQA, TOWER, tokenizer
 from tests.kit.tiny.qwen2_5_vl import SPECIALS, TOKEN_IDS
 from tests.kit.tiny.qwen2_5_vl import processor as qwen
@@ -29,6 +30,7 @@ def model() -> T.PreTrainedModel:
                 "window_size": 56,
             },
             tie_word_embeddings=False,
+            num_nextn_predict_layers=1,  # of the head that drafts tokens
             **TOKEN_IDS,
         )
     )
@@ -36,6 +38,11 @@ def model() -> T.PreTrainedModel:
         if ".post_" in name:  # with 1 a branch would drown what it is added to
             torch.nn.init.constant_(weight, 0.25)
     return model
+
+
+def extra(model: T.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Make the tensors of the head that drafts tokens, which is of the same kind as Qwen3.5's."""
+    return _mtp.head(model, 1)
 
 
 def processor() -> T.ProcessorMixin:

@@ -58,6 +58,7 @@ SPEC = ModelSpec(
     placeholders=placeholders,
     sizes=sizes,
     token_side=attrgetter("downsample_factor"),
+    visual_grid="tiles",
     mixed_blocks="attention in windows",
     head_shares=True,
     engine_prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE),

@@ -20,6 +20,6 @@ SPEC = replace(
     mixed_blocks="attention in windows",
     hub_prefixes=(),
     engine_prefixes=QWEN_ENGINE,
-    draft=DraftHead("mtp", "num_nextn_predict_layers"),
+    draft=DraftHead("mtp", "num_nextn_predict_layers", top=True),
     mlx=MlxClass(),
 )

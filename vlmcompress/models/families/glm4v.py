@@ -55,6 +55,7 @@ SPEC = ModelSpec(
     sizes=sizes,
     token_side=qwen2_vl.SPEC.token_side,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
     tool_calls=("glm45", "<arg_key>"),

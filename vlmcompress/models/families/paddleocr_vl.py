@@ -36,6 +36,7 @@ SPEC = ModelSpec(
     sizes=qwen2_vl.sizes,
     token_side=qwen2_vl.SPEC.token_side,
     positions="mrope",
+    visual_grid="thw",
     engine_prefixes=(
         ("model.language_model", "language_model.model"),
         ("model.visual", "visual"),

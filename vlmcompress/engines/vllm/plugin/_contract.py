@@ -68,8 +68,12 @@ _COMPRESSED = "model_executor.layers.quantization.compressed_tensors"
 _FORWARD = "forward(input_ids, positions, intermediate_tensors, inputs_embeds)"
 
 
-def _model(module: str, name: str, *parts: str) -> list[Reach]:
-    """A family's class, for what all families need: the mixins before it, `_loading`, `_positions` and `_asking`."""
+def _model(module: str, name: str, *parts: str, adapters: bool = True) -> list[Reach]:
+    """A family's class, for what all families need: the mixins before it, `_loading`, `_positions` and `_asking`.
+
+    `adapters`: whether vLLM's class takes some.
+    """
+    tokens = f"{name}.get_mm_lora_token_counts(modality, mm_kwargs, num_mm_embeds)"
     return [
         *_reaches(
             f"{_MODELS}.{module}",
@@ -82,7 +86,7 @@ def _model(module: str, name: str, *parts: str) -> list[Reach]:
         *_reaches(
             f"{_MODELS}.{module}",
             "an adapter in the encoder gets the full image",
-            f"{name}.get_mm_lora_token_counts(modality, mm_kwargs, num_mm_embeds)",
+            *([tokens] if adapters else []),
             overridden=True,
         ),
         *_reaches(f"{_MODELS}.{module}", "what the family is made of", name, *parts),
@@ -423,6 +427,22 @@ PARTS: dict[str, list[Reach]] = {
     ],
     "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ProcessingInfo")],
     "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeProcessingInfo")],
+    "cohere2-vision": [
+        *_model(
+            "cohere2_vision",
+            "Cohere2VisionForConditionalGeneration",
+            "Cohere2VisionProcessingInfo",
+            "Cohere2VisionMultiModalProcessor",
+            "Cohere2VisionDummyInputsBuilder",
+            adapters=False,
+        ),
+        *_reaches(
+            f"{_MODELS}.cohere2_vision",
+            "tokens are reduced after the projector",
+            "Cohere2VisionForConditionalGeneration._process_image_input(image_input)",
+            overridden=True,
+        ),
+    ],
     "drafts that see images, and fixed EAGLE drafts": [
         *_reaches(
             "transformers_utils.configs.speculators.algos",
