@@ -1,4 +1,4 @@
-"""Demos that describe scenes or give boxes: what they learn from, and that the checkpoint put together is what was trained."""
+"""Demos that describe scenes, give boxes or read labels: what they learn from, and that the checkpoint put together is what was trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from eval.demo.skills import assemble
 from eval.demo.skills.training import SKILLS, Plan, Teaching
 from eval.demo.smol.adapter import adapters
 from eval.world.boxes import asked_boxes, box_of, things, written
+from eval.world.pages import QUESTION, asked_pages
 from eval.world.scene import Cell
+from eval.world.vocab import PER_CELL, THINGS
 from vlmcompress.evaluation.accuracy.grounding import correct
 from vlmcompress.utils.errors import UserError
 
@@ -99,3 +101,14 @@ def test_boxes_are_of_what_is_drawn():
             np.array(box) / 100, [left / width, top / height, right / width, bottom / height], atol=0.011
         )
         assert correct(answer, written(box)) == 1
+
+
+def test_labels_say_what_is_drawn():
+    """Oracle: what lies on the visual tokens in the middle row of each cell, of which towers were told when they learned."""
+    for page, [(question, text), *asked] in islice(asked_pages("test", "qwen"), 40):
+        assert question == QUESTION
+        middle = page.draw()[1].thing[1::PER_CELL].reshape(page.rows, page.columns, PER_CELL)
+        cells = [[[THINGS[label].rpartition(" ")[2] for label in cell if label] for cell in row] for row in middle]
+        words = [["".join(dict.fromkeys(cell)) for cell in row if cell] for row in cells]
+        assert text == "\n".join(" ".join(row) for row in words if row)
+        assert asked == [(f"Read row {k}.", " ".join(row)) for k, row in enumerate(words, 1) if row]

@@ -16,6 +16,7 @@ from random import Random
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -25,9 +26,11 @@ from eval.demo.smol.adapter import adapt, adapters
 from eval.demo.smol.training import Training
 from eval.world.boxes import asked_boxes, box_rows
 from eval.world.describing import description_rows, descriptions
+from eval.world.pages import asked_pages, page_rows
 from eval.world.rows import VARIANTS, ask_several, images_of, sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
+from vlmcompress.evaluation.accuracy import transcription
 from vlmcompress.evaluation.accuracy.grounding import correct, overlap
 
 EMA = 0.99
@@ -66,6 +69,9 @@ def _described(split: str, variant: str) -> Iterator:
 SKILLS = {
     "describe": Skill(_described, description_rows, 100, {"exact": lambda a, b: float(a == b), "words": words}),
     "boxes": Skill(asked_boxes, box_rows, 24, {"right": correct, "overlap": overlap}),
+    "pages": Skill(
+        asked_pages, page_rows, 40, {"exact": lambda a, b: float(a == b), "similarity": transcription.score}
+    ),
 }
 
 
@@ -83,6 +89,7 @@ class Plan:
     turns: int = 6  # most questions about an image
     validate_every: float = 240.0  # seconds
     rows: int = 60  # of validation
+    start: Path | None = None  # adapters of another skill to begin with
 
 
 class Teaching(Training):
@@ -103,6 +110,10 @@ class Teaching(Training):
         if not self.model.config.tie_word_embeddings:
             for name, module in (("embed", self.model.get_input_embeddings()), ("head", self.model.lm_head)):
                 learned[name] = module.weight.requires_grad_(True)
+        if plan.start:
+            with torch.no_grad():
+                for name, tensor in load_file(plan.start).items():
+                    learned[name].copy_(tensor)
         optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         super().__init__(learned, state, EMA, optimizer)
         self.resume()
