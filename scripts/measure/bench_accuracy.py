@@ -8,8 +8,8 @@
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last stdout line
-is one JSON object.
+A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-ROOT = Path(__file__).resolve().parents[2]
 
 from vlmcompress.evaluation.accuracy.grounding import overlap
 from vlmcompress.evaluation.accuracy.scoring import normalise
 
+ROOT = Path(__file__).resolve().parents[2]
 SKILLS = ("qwen", "llava")
 
 
