@@ -8,8 +8,8 @@
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last line is one
-JSON object.
+A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last stdout
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
-        for name_of_score, (family, score) in bench.scores.items():
+        for key, (family, score) in bench.scores.items():
             samples = [sample for sample in results.samples if sample.family == family]
             sides = [
                 [score(getattr(s, side), s.expected) or 0.0 for s in samples] for side in ("baseline", "candidate")
             ]
-            rows[-1][name_of_score] = compare(*sides, pairs(samples)[2]).model_dump(mode="json")
+            rows[-1][key] = compare(*sides, pairs(samples)[2]).model_dump(mode="json")
         if bench.suite:
             rows[-1]["visual_tokens"] = suite["visual_tokens"]
         print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Demos that describe scenes, give boxes or read labels: what they learn from, and that the checkpoint put together is what was trained."""
+"""Demos that describe, give boxes or read: what they learn from, and that the checkpoint put together is what was trained."""
 
 from __future__ import annotations
 
