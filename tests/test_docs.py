@@ -219,7 +219,6 @@ def test_lines_are_short(page):
         ("kernel_choice", "kernels"),
         ("bench_accuracy", "accuracy"),
         ("bench_accuracy", "boxes"),
-        ("bench_accuracy", "pages"),
         ("compare_weights", "weights"),
         ("mlx_weights", "mlx"),
         ("bench_reducers", "reducers"),

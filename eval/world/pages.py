@@ -41,8 +41,8 @@ def asked_pages(split: str, variant: str) -> Iterator[tuple[Scene, list[tuple[st
     for number in count():
         rng = Random(_BASE + SPLITS[split][0] + number)
         page = sample_page(rng, rng.choice(VARIANTS[variant]), split)
-        asked = [(LINE.format(row), line) for row, line in enumerate(lines(page), 1) if line]
-        yield page, [(QUESTION, "\n".join(line for _, line in asked)), *asked]
+        turns = [(LINE.format(row), line) for row, line in enumerate(lines(page), 1) if line]
+        yield page, [(QUESTION, "\n".join(line for _, line in turns)), *turns]
 
 
 def page_rows(split: str, variant: str, number: int) -> list[dict]:

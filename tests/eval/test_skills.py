@@ -105,10 +105,10 @@ def test_boxes_are_of_what_is_drawn():
 
 def test_labels_say_what_is_drawn():
     """Oracle: what lies on the visual tokens in the middle row of each cell, of which towers were told when they learned."""
-    for page, [(question, text), *asked] in islice(asked_pages("test", "qwen"), 40):
+    for page, [(question, text), *turns] in islice(asked_pages("test", "qwen"), 40):
         assert question == QUESTION
         middle = page.draw()[1].thing[1::PER_CELL].reshape(page.rows, page.columns, PER_CELL)
         cells = [[[THINGS[label].rpartition(" ")[2] for label in cell if label] for cell in row] for row in middle]
         words = [["".join(dict.fromkeys(cell)) for cell in row if cell] for row in cells]
         assert text == "\n".join(" ".join(row) for row in words if row)
-        assert asked == [(f"Read row {k}.", " ".join(row)) for k, row in enumerate(words, 1) if row]
+        assert turns == [(f"Read row {k}.", " ".join(row)) for k, row in enumerate(words, 1) if row]
