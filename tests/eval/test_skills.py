@@ -75,6 +75,15 @@ def test_the_checkpoint_says_what_was_trained(trained):
     assert near < 0.05 * far
 
 
+def test_a_training_begins_with_what_another_skill_learned(trained, tmp_path):
+    earlier, folder = trained
+    plan = replace(earlier.plan, skill="pages", start=folder.parent / "adapters.safetensors")
+    training = Teaching(plan, tmp_path / "state.pt")
+    for name, tensor in earlier.learned.items():
+        assert torch.equal(training.learned[name], tensor.bfloat16().float())
+        assert torch.equal(training.ema[name], training.learned[name]) and training.step == 0
+
+
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(UserError, match="train first"):
         assemble.finish(tmp_path / "none.pt", tmp_path / "out")

@@ -16,7 +16,6 @@ from random import Random
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -110,13 +109,9 @@ class Teaching(Training):
         if not self.model.config.tie_word_embeddings:
             for name, module in (("embed", self.model.get_input_embeddings()), ("head", self.model.lm_head)):
                 learned[name] = module.weight.requires_grad_(True)
-        if plan.start:
-            with torch.no_grad():
-                for name, tensor in load_file(plan.start).items():
-                    learned[name].copy_(tensor)
         optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         super().__init__(learned, state, EMA, optimizer)
-        self.resume()
+        self.resume(plan.start)
 
     def run(self) -> None:
         """Train until the plan's minutes are over, saving at every validation."""
