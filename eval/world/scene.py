@@ -99,14 +99,22 @@ def _sample_cell(rng: Random, split: str, one_colour: str, palette: list[str], f
             "shape", rng.choice(SHAPES), one_colour or rng.choice(palette), large, size,
             rng.randint(-jitter, jitter), rng.randint(-jitter, jitter),
         )  # fmt: skip
-    if u < 0.87:
-        digit = rng.randrange(10)
-        index = rng.choice(stamps.digit_pool(split)[digit])
-        return Cell(
-            "digit", str(digit), size=rng.choice((34, 36, 38)), dx=rng.randint(-3, 3), dy=rng.randint(-3, 3),
-            digit_index=index, large=True,
-        )  # fmt: skip
-    return Cell("text", "".join(rng.sample(LETTERS, 3)), dx=rng.randint(-2, 0), dy=rng.randint(-3, 3))
+    return sample_digit(rng, split) if u < 0.87 else sample_text(rng)
+
+
+def sample_digit(rng: Random, split: str) -> Cell:
+    """Draw a random digit, handwritten by somebody of the split."""
+    digit = rng.randrange(10)
+    index = rng.choice(stamps.digit_pool(split)[digit])
+    return Cell(
+        "digit", str(digit), size=rng.choice((34, 36, 38)), dx=rng.randint(-3, 3), dy=rng.randint(-3, 3),
+        digit_index=index, large=True,
+    )  # fmt: skip
+
+
+def sample_text(rng: Random, letters: int = 3) -> Cell:
+    """Draw different random letters, at most three, from the left."""
+    return Cell("text", "".join(rng.sample(LETTERS, letters)), dx=rng.randint(-2, 0), dy=rng.randint(-3, 3))
 
 
 def paint(canvas: np.ndarray, alpha: np.ndarray, colour: tuple[int, int, int], top: int, left: int) -> None:

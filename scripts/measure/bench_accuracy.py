@@ -3,26 +3,34 @@
 
     scripts/measure/bench_accuracy.py                     world in vLLM: both models; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py boxes               boxes and points, in transformers, of demos that give them
+    scripts/measure/bench_accuracy.py pages               labels to read, likewise
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-A recipe that a model does not support is left out. `boxes` writes eval/boxes.json. The last stdout line is one JSON object.
+A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last stdout
+line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+
+from vlmcompress.evaluation.accuracy.grounding import overlap
+from vlmcompress.evaluation.accuracy.scoring import normalise
+
 ROOT = Path(__file__).resolve().parents[2]
 SKILLS = ("qwen", "llava")
 
@@ -32,17 +40,19 @@ class Bench:
     """What is asked of which models, and where results are kept.
 
     Attributes:
+        suite: None: the one bundled with the models. Otherwise it is asked in transformers, of the data next to the models.
         models: name in the table -> checkpoint.
-        suite: None: the one bundled with the models.
-        engine: what answers.
         recipes: name in the table -> keys of a recipe.
+        scores: name in the results -> family and further score of its answers, given the expected ones.
+        columns: column of the table -> keys of its comparison in a result.
     """
 
-    models: dict[str, Path]
     suite: str | None
-    engine: str
     file: Path
+    models: dict[str, Path]
     recipes: dict[str, dict]
+    scores: dict[str, tuple[str, Callable[[str, str], float | None]]] = field(default_factory=dict)
+    columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
 
 
 WORLD: dict[str, dict] = {
@@ -59,7 +69,7 @@ WORLD: dict[str, dict] = {
     "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
     "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
 }
-BOXES: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128")} | {
+SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128")} | {
     "int8, tower too": {"scheme": "int8", "vision": "int8"},
     "gptq-plus g128": {"scheme": "gptq-plus"},
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
@@ -68,24 +78,36 @@ BOXES: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g12
         name: {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
         for name, reduce in (
-            *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune", "coverage")),
+            *((f"{method} {share}", f"{method}:{share}") for method in ("random", "uniform", "divprune", "coverage")),
             (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
             (f"pool {window}", f"pool:window={window}"),
-            *((f"{method} {share}", f"{method}:{share}") for method in ("tome", "resize")),
+            *((f"{method} {share}", f"{method}:{share}") for method in ("tome", "dymu", "resize")),
         )
     },
 }
+
+
+def _skilled(skill: str) -> tuple[Path, dict[str, Path], dict[str, dict]]:
+    """Results, models and recipes of a bench of demos with a skill."""
+    return ROOT / f"eval/{skill}.json", {name: ROOT / f"build/demo-{name}-{skill}" for name in SKILLS}, SKILLED
+
+
 BENCHES = {
     "world": Bench(
-        {name: ROOT / "eval/demo" / f"demo-{name}" for name in SKILLS}, None, "vllm", ROOT / "eval/accuracy.json", WORLD
+        None, ROOT / "eval/accuracy.json", {name: ROOT / f"eval/demo/demo-{name}" for name in SKILLS}, WORLD
     ),
     "boxes": Bench(
-        {name: ROOT / "build" / f"demo-{name}-boxes" for name in SKILLS},
         "grounding",
-        "hf",
-        ROOT / "eval/boxes.json",
-        BOXES,
-    ),  # fmt: skip
+        *_skilled("boxes"),
+        {"iou": ("box", overlap)},
+        {"boxes hit": ("families", "box"), "mean IoU": ("iou",), "points hit": ("families", "point")},
+    ),
+    "pages": Bench(
+        "pages",
+        *_skilled("pages"),
+        {"exact": ("page", lambda answer, expected: float(normalise(answer) == normalise(expected)))},
+        {"labels right": ("exact",), "edit similarity": ("overall",)},
+    ),
 }
 
 
@@ -95,7 +117,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     from vlmcompress.engines import EngineSettings
     from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS, EvalOptions, evaluate_all
     from vlmcompress.evaluation.accuracy.compare import compare, pairs
-    from vlmcompress.evaluation.accuracy.grounding import overlap
+    from vlmcompress.models.data import bundled_data
     from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
     from vlmcompress.utils.errors import UserError
@@ -108,24 +130,26 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             outs[name] = out, quantize(recipe).manifest
         except UserError as error:
             print(f"{model} {name}: {error}", file=sys.stderr)
-    rows, engine = [], engines.get_engine(bench.engine)
+    rows, engine = [], engines.get_engine("hf" if bench.suite else "vllm")
     options = EvalOptions(
         engine,
         engine,
         limit=limit,
         settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=32 if bench.suite else 0),
     )
-    evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], None, options)
+    data = bundled_data(source, "test") if bench.suite else None
+    evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], data, options)
     for (name, (_, manifest)), results in zip(outs.items(), evaluated, strict=True):
         size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
         rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
-        if bench.suite:
-            boxes = [sample for sample in results.samples if sample.family == "box"]
+        for key, (family, score) in bench.scores.items():
+            samples = [sample for sample in results.samples if sample.family == family]
             sides = [
-                [overlap(getattr(s, side), s.expected) or 0.0 for s in boxes] for side in ("baseline", "candidate")
+                [score(getattr(s, side), s.expected) or 0.0 for s in samples] for side in ("baseline", "candidate")
             ]
-            rows[-1]["iou"] = compare(*sides, pairs(boxes)[2]).model_dump(mode="json")
+            rows[-1][key] = compare(*sides, pairs(samples)[2]).model_dump(mode="json")
+        if bench.suite:
             rows[-1]["visual_tokens"] = suite["visual_tokens"]
         print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
     return rows
@@ -135,14 +159,13 @@ def render(bench: Bench, rows: list[dict]) -> str:
     """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals."""
     cells = {(row["model"], row["recipe"]): row for row in rows}
     names = sorted({model for model, _ in cells}, key=list(bench.models).index)
-    columns = ["tokens", "boxes hit", "mean IoU", "points hit"] if bench.suite else ["difference", "KL"]
+    columns = ["tokens", *bench.columns] if bench.suite else [*bench.columns, "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
     if bench.suite:
         first = [next(row for row in rows if row["model"] == model) for model in names]
-        shares = [[row["families"]["box"], row["iou"], row["families"]["point"]] for row in first]
-        parts = [" | ".join(["", "", *(f"{compared['baseline']:.1%}" for compared in share)]) for share in shares]
-        lines.append(f"| none, 16 bits | {' | '.join(parts)} |")
+        parts = [["", "", *(f"{compared['baseline']:.1%}" for compared in compared_in(bench, row))] for row in first]
+        lines.append(f"| none, 16 bits | {' | '.join(itertools.chain(*parts))} |")
     for recipe in bench.recipes:
         parts = []
         for row in (cells.get((model, recipe)) for model in names):
@@ -153,12 +176,17 @@ def render(bench: Bench, rows: list[dict]) -> str:
             if bench.suite:
                 before, after = row["visual_tokens"]
                 parts.append(f"{after / before:.0%}")
-                parts += map(points, (row["families"]["box"], row["iou"], row["families"]["point"]))
-            else:
-                parts += [points(row["overall"]), f"{row['divergence']['mean']:.4f}"]
+            parts += map(points, compared_in(bench, row))
+            if not bench.suite:
+                parts.append(f"{row['divergence']['mean']:.4f}")
         if any(parts):
             lines.append(f"| {recipe} | {' | '.join(parts)} |")
     return "\n".join(lines)
+
+
+def compared_in(bench: Bench, row: dict) -> list[dict]:
+    """The comparisons of a result that the table has."""
+    return [functools.reduce(dict.__getitem__, keys, row) for keys in bench.columns.values()]
 
 
 def points(compared: dict) -> str:

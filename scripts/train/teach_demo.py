@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Teach a demo model to describe scenes in 30 to 60 words or to give boxes, or put one together that was taught.
+"""Teach a demo model to describe scenes in 30 to 60 words, to give boxes or to read labels, or put one together.
 
-scripts/train/teach_demo.py train describe|boxes qwen|llava|smol [--minutes M]   goes on from where it is in --work
-scripts/train/teach_demo.py finish describe|boxes qwen|llava|smol FILE           writes what was learned so far
-scripts/train/teach_demo.py assemble describe|boxes qwen|llava|smol [-o DIR]     the checkpoint, build/demo-NAME-SKILL
+scripts/train/teach_demo.py train describe|boxes|pages qwen|llava|smol [--minutes M]   goes on from where it is in --work
+scripts/train/teach_demo.py finish describe|boxes|pages qwen|llava|smol FILE           writes what was learned so far
+scripts/train/teach_demo.py assemble describe|boxes|pages qwen|llava|smol [-o DIR]     the checkpoint, build/demo-NAME-SKILL
 """
 
 import argparse
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("train", "finish", "assemble"))
-    parser.add_argument("skill", choices=("describe", "boxes"))
+    parser.add_argument("skill", choices=("describe", "boxes", "pages"))
     parser.add_argument("model", choices=("qwen", "llava", "smol"))
     parser.add_argument("file", type=Path, nargs="?", help="of finish")
     parser.add_argument("-o", "--output", type=Path, help="folder of the checkpoint; default: build/demo-MODEL-SKILL")
@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--batch", type=int, default=8, help="answers per step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="begin with this file, what was learned of another skill")
     parser.add_argument("--work", type=Path, default=ROOT / "build/skills", help="folder of the state")
     args = parser.parse_args()
     if (args.part == "finish") != (args.file is not None):
@@ -47,8 +48,8 @@ def main() -> None:
             torch.set_num_threads(1)
             args.work.mkdir(parents=True, exist_ok=True)
             variant = "qwen" if args.model == "qwen" else "llava"
-            plan = Plan(args.skill, assemble.base(args.model), variant, args.minutes, args.rate, args.batch, args.seed)
-            Teaching(plan, state).run()
+            settings = {name: getattr(args, name) for name in ("minutes", "rate", "batch", "seed", "start")}
+            Teaching(Plan(args.skill, assemble.base(args.model), variant, **settings), state).run()
         elif args.part == "finish":
             assemble.finish(state, args.file)
         else:

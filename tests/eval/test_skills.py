@@ -1,4 +1,4 @@
-"""Demos that describe scenes or give boxes: what they learn from, and that the checkpoint put together is what was trained."""
+"""Demos that describe, give boxes or read: what they learn from, and that the checkpoint put together is what was trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from eval.demo.skills import assemble
 from eval.demo.skills.training import SKILLS, Plan, Teaching
 from eval.demo.smol.adapter import adapters
 from eval.world.boxes import asked_boxes, box_of, things, written
+from eval.world.pages import QUESTION, asked_pages
 from eval.world.scene import Cell
+from eval.world.vocab import PER_CELL, THINGS
 from vlmcompress.evaluation.accuracy.grounding import correct
 from vlmcompress.utils.errors import UserError
 
@@ -73,6 +75,15 @@ def test_the_checkpoint_says_what_was_trained(trained):
     assert near < 0.05 * far
 
 
+def test_a_training_begins_with_what_another_skill_learned(trained, tmp_path):
+    earlier, folder = trained
+    plan = replace(earlier.plan, skill="pages", start=folder.parent / "adapters.safetensors")
+    training = Teaching(plan, tmp_path / "state.pt")
+    for name, tensor in earlier.learned.items():
+        assert torch.equal(training.learned[name], tensor.bfloat16().float())
+        assert torch.equal(training.ema[name], training.learned[name]) and training.step == 0
+
+
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(UserError, match="train first"):
         assemble.finish(tmp_path / "none.pt", tmp_path / "out")
@@ -99,3 +110,14 @@ def test_boxes_are_of_what_is_drawn():
             np.array(box) / 100, [left / width, top / height, right / width, bottom / height], atol=0.011
         )
         assert correct(answer, written(box)) == 1
+
+
+def test_labels_say_what_is_drawn():
+    """Oracle: what lies on the visual tokens in the middle row of each cell, of which towers were told when they learned."""
+    for page, [(question, text), *turns] in islice(asked_pages("test", "qwen"), 40):
+        assert question == QUESTION
+        middle = page.draw()[1].thing[1::PER_CELL].reshape(page.rows, page.columns, PER_CELL)
+        cells = [[[THINGS[label].rpartition(" ")[2] for label in cell if label] for cell in row] for row in middle]
+        words = [["".join(dict.fromkeys(cell)) for cell in row if cell] for row in cells]
+        assert text == "\n".join(" ".join(row) for row in words if row)
+        assert turns == [(f"Read row {k}.", " ".join(row)) for k, row in enumerate(words, 1) if row]

@@ -1,1 +1,1 @@
-"""Demo models with a skill, describing scenes or giving boxes: low-rank adapters of their decoders, merged on demand."""
+"""Demo models with a skill, such as reading labels: low-rank adapters of their decoders, merged on demand."""

@@ -11,12 +11,14 @@ from eval.demo.export import disk_name
 from eval.demo.smol.adapter import merge
 from eval.world.boxes import box_rows
 from eval.world.freeze import write_rows
+from eval.world.pages import page_rows
 from vlmcompress.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = "model.language_model.layers."
 WORDS = {"embed": "model.language_model.embed_tokens.weight", "head": "lm_head.weight"}
-ROWS = {"calibration": 120, "test": 1000}  # questions about boxes and points
+DATA = {"boxes": box_rows, "pages": page_rows}
+ROWS = {"calibration": 120, "test": 1000}
 CARD = Path(__file__).with_name("README.md")
 
 
@@ -39,7 +41,7 @@ def finish(state: Path, file: Path) -> None:
 def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) -> None:
     """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's.
 
-    A demo that knows boxes gets their questions, test and calibration, where `bundled_data` looks.
+    A demo that gives boxes or reads labels gets questions, test and calibration, where `bundled_data` looks.
     """
     source, trained = base(model), trained or Path(__file__).with_name(f"{skill}-{model}.safetensors")
     if not trained.is_file():
@@ -63,7 +65,7 @@ def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) 
     (part / "README.md").write_text(CARD.read_text() if CARD.is_file() else "")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
-    if skill == "boxes":
+    if rows := DATA.get(skill):
         data = folder.parent / "data" / folder.name.removeprefix("demo-")
         for split, number in ROWS.items():
-            write_rows(data / f"{split}.parquet", box_rows(split, kind, number))
+            write_rows(data / f"{split}.parquet", rows(split, kind, number))

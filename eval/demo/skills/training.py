@@ -25,9 +25,11 @@ from eval.demo.smol.adapter import adapt, adapters
 from eval.demo.smol.training import Training
 from eval.world.boxes import asked_boxes, box_rows
 from eval.world.describing import description_rows, descriptions
+from eval.world.pages import asked_pages, page_rows
 from eval.world.rows import VARIANTS, ask_several, images_of, sample_view
 from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
+from vlmcompress.evaluation.accuracy import transcription
 from vlmcompress.evaluation.accuracy.grounding import correct, overlap
 
 EMA = 0.99
@@ -66,6 +68,9 @@ def _described(split: str, variant: str) -> Iterator:
 SKILLS = {
     "describe": Skill(_described, description_rows, 100, {"exact": lambda a, b: float(a == b), "words": words}),
     "boxes": Skill(asked_boxes, box_rows, 24, {"right": correct, "overlap": overlap}),
+    "pages": Skill(
+        asked_pages, page_rows, 40, {"exact": lambda a, b: float(a == b), "similarity": transcription.score}
+    ),
 }
 
 
@@ -83,6 +88,7 @@ class Plan:
     turns: int = 6  # most questions about an image
     validate_every: float = 240.0  # seconds
     rows: int = 60  # of validation
+    start: Path | None = None  # adapters of another skill to begin with
 
 
 class Teaching(Training):
@@ -105,7 +111,7 @@ class Teaching(Training):
                 learned[name] = module.weight.requires_grad_(True)
         optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         super().__init__(learned, state, EMA, optimizer)
-        self.resume()
+        self.resume(plan.start)
 
     def run(self) -> None:
         """Train until the plan's minutes are over, saving at every validation."""

@@ -16,7 +16,6 @@ from random import Random
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,14 +56,9 @@ class Reading(Training):
         self.plan, self.learner, self.tokenizer = plan, Learner(language, original), tokenizer
         learned = self.learner.learned()
         optimizer = torch.optim.AdamW(learned.values(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-        if plan.start:
-            with torch.no_grad():
-                for name, tensor in load_file(plan.start).items():
-                    if name in learned:
-                        learned[name].copy_(tensor)
         super().__init__(learned, folder / "reading.pt", EMA, optimizer)
         self.writer = Writer(tokenizer)
-        state = self.resume()
+        state = self.resume(plan.start)
         self.weights = state.get("weights", dict.fromkeys(FAMILIES, 0.5))
         self.questions = state.get("questions", 0)
         self.validation = validation_batches(self.writer, plan.questions)

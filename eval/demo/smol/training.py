@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,14 +18,18 @@ class Training:
         self.ema = {name: p.detach().clone() for name, p in learned.items()}
         self.step, self.spent = 0, 0.0
 
-    def resume(self) -> dict[str, Any]:
-        """Go on from the file, if there is one; returns what else was saved in it."""
+    @torch.no_grad()
+    def resume(self, start: Path | None = None) -> dict[str, Any]:
+        """Go on from the file, if there is one, or begin with the weights in `start`; returns what else the file has."""
         if not self.state.exists():
+            for name, tensor in (load_file(start) if start else {}).items():
+                if name in self.learned:
+                    self.learned[name].copy_(tensor)
+                    self.ema[name].copy_(tensor)
             return {}
         state = torch.load(self.state)
-        with torch.no_grad():
-            for name, parameter in self.learned.items():
-                parameter.copy_(state["learned"][name])
+        for name, parameter in self.learned.items():
+            parameter.copy_(state["learned"][name])
         self.ema, (self.step, self.spent) = state["ema"], state["place"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
