@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "full_width.json"
 sys.path.insert(0, str(ROOT))
 BLOCKS, SAMPLES, SIDE = 2, 16, 112
-SCHEMES: dict[str, list[str]] = {"int8": [], "gptq": [], "gptq-plus": [], "awq": [], "mbq": ["--set", "options.objective=gram"]}
+SCHEMES = ("int8", "gptq", "gptq-plus", "awq", "mbq")
+FLAGS = {"mbq": ("--set", "options.objective=gram")}
 PHASES = {"capturing": ("capturing block inputs", "observing"), "solving": ("solving",), "passing on": ("passing on",)}
 
 
@@ -53,9 +54,9 @@ def main() -> None:
         for number in range(SAMPLES):
             dead_leaves((SIDE, SIDE), number).save(args.work / f"{number}.png")
         rows = []
-        for scheme, flags in SCHEMES.items():
-            command = ["vlmcompress", "quantize", "bf16", "-o", "out", "--scheme", scheme, "--calib", "data.jsonl", *flags]
-            cost = process_cost(command, args.work)
+        for scheme in SCHEMES:
+            command = ["vlmcompress", "quantize", "bf16", "-o", "out", "--scheme", scheme, "--calib", "data.jsonl"]
+            cost = process_cost([*command, *FLAGS.get(scheme, ())], args.work)
             timing = json.loads((args.work / "out" / "vlmcompress.json").read_text())["timing"]
             rows.append({"scheme": scheme, **cost, "phases": timing})
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

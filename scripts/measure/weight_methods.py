@@ -90,7 +90,9 @@ METHODS: dict[str, Row] = {
     "qvlm": Row("qvlm", kind="run"),
     "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq")),
     "gptq-plus by error": Row("gptq-plus", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")),
-    "gptq-plus by luq": Row("gptq-plus", recipe=budget(3.25, by="luq"), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")),
+    "gptq-plus by luq": Row(
+        "gptq-plus", recipe=budget(3.25, by="luq"), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")
+    ),
     "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
     "int8": Row("int8", formats=("W8A8",)),
     **{

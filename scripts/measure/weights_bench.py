@@ -84,11 +84,12 @@ class Bench:
             for row in rows
             if row["image"]
         ]
-        texts = [text_probe.turns(text)["messages"] for text in english.paragraphs("calibration")] if self.english else []
-        if not self.world:
-            samples = [{"id": f"english-{k:04d}", "messages": turns} for k, turns in enumerate(texts)]
-        elif texts:
-            samples = [sample | {"messages": [*sample["messages"], *turns]} for sample, turns in zip(samples, texts)]
+        if self.english:
+            # The first sentence asks, the rest answers, so that methods that read answers can.
+            texts = [_turns(*english.halves(text)) for text in english.paragraphs("calibration")]
+            samples = samples or [{"id": f"english-{k:04d}", "messages": []} for k in range(len(texts))]
+            pairs = zip(samples, texts, strict=False)  # the shorter of the two ends it
+            samples = [sample | {"messages": [*sample["messages"], *turns]} for sample, turns in pairs]
         path = self.work / f"{self.name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(samples), path)

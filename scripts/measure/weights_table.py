@@ -101,9 +101,7 @@ def _better_stock(form: str, name: str, loaded: Mapping[Key, Mapping[int, Measur
     means = {
         key: fmean(float(measures[name].mean()) for measures in by_seed.values() if name in measures)
         for key, by_seed in loaded.items()
-        if key[1] in STOCK
-        and key[0] == form
-        and any(name in measures for measures in by_seed.values())
+        if key[1] in STOCK and key[0] == form and any(name in measures for measures in by_seed.values())
     }
     return min(means, key=means.__getitem__) if means else None
 

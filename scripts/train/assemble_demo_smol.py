@@ -23,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="folder of the checkpoint")
     parser.add_argument("--trained", type=Path, help="what was trained, if not what the repository has")
-    parser.add_argument("--coder", action="store_true", help="another language model, behind a tower that it doesn't know")
+    parser.add_argument(
+        "--coder", action="store_true", help="another language model, behind a tower that it doesn't know"
+    )
     parser.add_argument("--measure", choices=("validation", "test"), help="measure what it can do (10 minutes)")
     args = parser.parse_args()
     args.output = args.output or ROOT / "build" / ("coder" if args.coder else "demo-smol")

@@ -169,7 +169,9 @@ def test_a_file_in_pieces_is_put_together(tmp_path, monkeypatch):
         with zipfile.ZipFile(links / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/{number}.bin", content)
             wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: a-b-part{number}\nVersion: 1.0\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))

@@ -38,8 +38,8 @@ def widest_steps(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def leave_grid(model: PreTrainedModel, seed: int, steps: Callable[[Tensor], Tensor] = steps_of_range) -> None:
-    """Add the noise to all linear layers of the decoder blocks of `model`, in place and in its dtype; `steps`: the function that
-    computes the steps of a layer's groups."""
+    """Add the noise to all linear layers of the decoder blocks of `model`, in place and in its dtype; `steps` computes those of
+    a layer's groups."""
     random = torch.Generator().manual_seed(seed)
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):

@@ -184,7 +184,9 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
 def test_the_published_search_needs_its_package(models, monkeypatch, options, advice):
     """Nothing is read before; the search by Gram matrices, where there is one, needs no package."""
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"):
+    with pytest.raises(
+        UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"
+    ):
         make_plan(recipe(models["llava"], scheme="mbq", options=options))
     assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
 
