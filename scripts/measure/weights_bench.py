@@ -163,7 +163,7 @@ def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[s
         keys["calibrate"] = {"stats": str(stats)}
         facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
     start = time.process_time()
-    manifest = quantize(resolve(keys).recipe, overwrite=True).manifest
+    manifest = quantize(resolve(keys).recipe, overwrite=True, restart=True).manifest
     facts |= {"seconds": round(time.process_time() - start, 1), "phases": manifest.get("timing")}
     facts |= {"bytes": manifest["size"]["weights_after"], "bytes_before": manifest["size"]["weights_before"]}
     vlm = teacher_forcing.load_quantized(out, bench.plain)

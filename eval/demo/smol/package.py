@@ -1,8 +1,7 @@
 """Language models out of packages of the index, dequantized; transformers reads their GGUF files with ``gguf``.
 
 ``SMOL`` is SmolLM2-135M-Instruct, which demo-smol speaks with (Q4_1, Apache-2.0). ``CODER`` is Qwen2.5-Coder-0.5B-Instruct
-(Q5_0 with parts in Q4_K, Q6_K and Q8_0, Apache-2.0; by its metadata made after AWQ's scaling), a larger decoder that weights are
-compared on.
+(Q5_0 with parts in Q4_K, Q6_K and Q8_0, Apache-2.0; its metadata say AWQ), a larger decoder that weights are compared on.
 """
 
 from pathlib import Path
