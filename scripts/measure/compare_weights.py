@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare what methods of quantizing weights lose on a model: English text, answers about images, and seconds.
 
-    scripts/measure/compare_weights.py eval/demo/demo-llava --methods rtn gptq awq --formats W3     try it
+    scripts/measure/compare_weights.py eval/demo/demo-llava --methods rtn gptq --formats 'W3 g64 sym'    try it
     scripts/measure/compare_weights.py MODEL --seeds 3                    every method of `weight_methods.py`
     scripts/measure/compare_weights.py MODEL --table                      print the table of what was measured so far
     scripts/measure/compare_weights.py MODEL --table --save               and put its rows into eval/weights.json
@@ -9,7 +9,8 @@
 
 MODEL is a model's folder. Where its tokenizer knows English, `paragraphs` of `eval/english.py` are what calibration reads and
 what perplexity and divergence are measured on (`text_probe.py`). Where it brings the world's questions (demo models), these are
-asked by teacher forcing (`teacher_forcing.py`), calibration reads the world's samples, and English next to them if it knows it.
+asked by teacher forcing (`teacher_forcing.py`), calibration reads the world's samples with images, each with a paragraph of
+English after it if the model knows it: the same samples for every method, those of llm-compressor too.
 
 For each seed statistics are collected once; each method then writes a checkpoint from them (or runs the model itself, see
 `weight_methods.py`), which is loaded and measured. A line of JSON in WORK/rows.jsonl and a file of measures by text and
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("out/weights"), help="where everything is kept")
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
-    parser.add_argument("--formats", nargs="+", default=["W4", "W3", "3.25", "W8A8"], metavar="NAME")
+    parser.add_argument("--formats", nargs="+", default=["W4 g64", "W3 g64 sym"], metavar="NAME")
     parser.add_argument("--paragraphs", type=int, default=40, help="texts that are measured on")
     parser.add_argument("--questions", type=int, default=30, help="questions of each family of the world")
     parser.add_argument("--samples", type=int, default=96, help="calibration samples")

@@ -25,6 +25,7 @@ RESULTS = ROOT / "eval" / "full_width.json"
 sys.path.insert(0, str(ROOT))
 BLOCKS, SAMPLES, SIDE = 2, 16, 112
 SCHEMES = ("int8", "gptq", "gptq-plus", "awq", "mbq")
+FLAGS = {"mbq": ("--set", "options.objective=gram")}
 PHASES = {"capturing": ("capturing block inputs", "observing"), "solving": ("solving",), "passing on": ("passing on",)}
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         rows = []
         for scheme in SCHEMES:
             command = ["vlmcompress", "quantize", "bf16", "-o", "out", "--scheme", scheme, "--calib", "data.jsonl"]
-            cost = process_cost(command, args.work)
+            cost = process_cost([*command, *FLAGS.get(scheme, ())], args.work)
             timing = json.loads((args.work / "out" / "vlmcompress.json").read_text())["timing"]
             rows.append({"scheme": scheme, **cost, "phases": timing})
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

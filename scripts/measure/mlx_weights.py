@@ -89,7 +89,7 @@ def write(bench: Bench, method: str, folder: Path) -> None:
         shutil.rmtree(source)
         return
     tied = models.is_tied(bench.plain.model, bench.plain.spec)
-    keys = bench.recipe_keys(folder, 0) | {"scheme": method, "options": FORMATS["W4 asym"].options, "format": "mlx"}
+    keys = bench.recipe_keys(folder, 0) | {"scheme": method, "options": FORMATS["W4 g64"].options, "format": "mlx"}
     keys |= {"embeddings": "w4a16"} | ({} if tied else {"head": "w4a16"})
     if method == "rtn":
         keys.pop("calibrate")

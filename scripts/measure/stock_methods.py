@@ -6,7 +6,6 @@ too), the samples, and the number format, so that results that are compared have
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import torch
@@ -22,7 +21,7 @@ from vlmcompress import models
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.models import VLM
 from vlmcompress.numerics import weight_only
-from vlmcompress.quantization.calibration.block_search import alike, run_oneshot
+from vlmcompress.quantization.calibration.block_search import run_oneshot
 from vlmcompress.quantization.schemes import int8
 
 
@@ -40,7 +39,6 @@ def run_stock(
 
     The model keeps llm-compressor's wrappers, which round the weights (and of `int8` the inputs) when it runs.
     """
-    batches = with_images(batches)
     batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # AWQ's loss is of tokens 1
     groups = models.resolve_groups(vlm.model, vlm.spec)
     linears = [_exactly(linear) for group in groups for linear in group.linears]
@@ -64,16 +62,6 @@ def run_stock(
     if not torch.accelerator.is_available():  # pinning memory raises where there is nothing to copy to
         IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
     run_oneshot(vlm, batches, recipe, models.layer_class(vlm.model, vlm.spec))
-
-
-def with_images(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Append to each sample without an image one that has one, each of these in turn.
-
-    llm-compressor's pipeline wants every sample to have the same keys, and its GPTQ counts tokens that its AWQ leaves out: with
-    one image after all texts (`alike`) that image would be most of what GPTQ sees of images.
-    """
-    donors = itertools.cycle([batch for batch in batches if "pixel_values" in batch])
-    return [batch if "pixel_values" in batch else alike([batch, *itertools.islice(donors, 1)])[0] for batch in batches]
 
 
 def _exactly(name: str | None) -> str:

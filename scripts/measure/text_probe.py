@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from teacher_forcing import language_model, round_activations
 from torch import Tensor
 
-from eval import english
 from vlmcompress.models import VLM
 
 ROWS = 256  # positions whose logits are held at once
@@ -43,12 +41,6 @@ def tokenized(vlm: VLM, texts: Sequence[str]) -> list[Tensor]:
 def speaks(vlm: VLM) -> bool:
     """Whether the tokenizer knows English; those of the small demo models know the words of their world only."""
     return len(vlm.processor.tokenizer) >= WORDS
-
-
-def turns(text: str) -> dict[str, Any]:
-    """A paragraph as a conversation: its first sentence asks, the rest answers, so that methods that read answers can."""
-    questions, answers = english.halves(text)
-    return {"messages": [{"role": "user", "content": questions}, {"role": "assistant", "content": answers}]}
 
 
 @torch.no_grad()

@@ -25,10 +25,11 @@ class Grid:
 
 
 FORMATS: dict[str, Grid | None] = {  # None: by the scheme's own options
-    "W4": Grid(4, 64),
-    "W3": Grid(3, 64),
-    "W4 asym": Grid(4, 64, False),
-    "W2 asym": Grid(2, 64, False),
+    "W4 g128": Grid(4, 128, False),  # the schemes' default
+    "W4 g64": Grid(4, 64, False),  # the same where 128 does not divide a width
+    "W4 g64 sym": Grid(4, 64),
+    "W3 g64 sym": Grid(3, 64),
+    "W2 g64": Grid(2, 64, False),
     "3.25": Grid(3, 64),
     "W8A8": None,
     "W4A8-FP8": None,
@@ -84,11 +85,14 @@ METHODS: dict[str, Row] = {
     "gptq-plus run": Row("gptq-plus", kind="run"),
     "qronos": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
-    "mbq": Row("mbq"),
+    "mbq": Row("mbq", kind="run"),
+    "mbq gram": Row("mbq", {"objective": "gram"}),
     "qvlm": Row("qvlm", kind="run"),
-    "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq")),
-    "gptq-plus by error": Row("gptq-plus", recipe=budget(3.25), formats=("3.25",), than=("W3", "gptq-plus")),
-    "gptq-plus by luq": Row("gptq-plus", recipe=budget(3.25, by="luq"), formats=("3.25",), than=("W3", "gptq-plus")),
+    "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq")),
+    "gptq-plus by error": Row("gptq-plus", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")),
+    "gptq-plus by luq": Row(
+        "gptq-plus", recipe=budget(3.25, by="luq"), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")
+    ),
     "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
     "int8": Row("int8", formats=("W8A8",)),
     **{

@@ -7,7 +7,6 @@ on English texts and on questions about images; `quantized` makes a model by a m
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import teacher_forcing
 import text_probe
 import torch
@@ -26,7 +27,7 @@ from weight_methods import Grid, Row
 from eval import english
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data import Sample, bundled_data, encode, load_mixed, load_samples
+from vlmcompress.models.data import Sample, bundled_data, encode, load_samples
 from vlmcompress.quantization import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -70,21 +71,33 @@ class Bench:
 
         return teacher_forcing.cached(path, make)
 
-    def sources(self) -> dict[str, str]:
-        """The recipe's `data`, and `text` next to images."""
-        if not self.english:
-            return {"data": str(self.world)}
-        path = self.work / "english.jsonl"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                "".join(json.dumps(text_probe.turns(text)) + "\n" for text in english.paragraphs("calibration"))
-            )
-        return {"data": str(self.world), "text": str(path)} if self.world else {"data": str(path)}
+    @cached_property
+    def data(self) -> Path:
+        """The file with the samples that calibrate every method, llm-compressor's, too; written anew.
+
+        llm-compressor's pipeline wants the same keys of every sample. So each has an image of the world and its question, where
+        there is a world, and after that a paragraph of English in the same conversation, where the model knows it.
+        """
+        rows = pq.read_table(self.world).to_pylist() if self.world else []
+        samples = [
+            {"id": row["id"], "image": row["image"], "messages": _turns(row["question"], row["answer"])}
+            for row in rows
+            if row["image"]
+        ]
+        if self.english:
+            # The first sentence asks, the rest answers, so that methods that read answers can.
+            texts = [_turns(*english.halves(text)) for text in english.paragraphs("calibration")]
+            samples = samples or [{"id": f"english-{k:04d}", "messages": []} for k in range(len(texts))]
+            pairs = zip(samples, texts, strict=False)  # the shorter of the two ends it
+            samples = [sample | {"messages": [*sample["messages"], *turns]} for sample, turns in pairs]
+        path = self.work / f"{self.name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(samples), path)
+        return path
 
     def recipe_keys(self, out: Path, seed: int) -> dict[str, Any]:
         """The keys of a recipe that all methods share."""
-        samples: dict[str, Any] = {**self.sources(), "samples": self.args.samples}
+        samples: dict[str, Any] = {"data": str(self.data), "samples": self.args.samples}
         return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
 
     def statistics(self, seed: int, needs: Set[str]) -> Path:
@@ -100,9 +113,7 @@ class Bench:
 
     def samples(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """The calibration samples, encoded."""
-        sources = self.sources()
-        samples, texts = load_mixed(sources["data"], sources.get("text"), samples=self.args.samples, seed=seed)
-        return encode([*samples, *texts], self.plain)
+        return list(encode(load_samples(self.data, samples=self.args.samples, seed=seed), self.plain))
 
     def measure(self, vlm: VLM) -> dict[str, torch.Tensor]:
         """Measure a quantized model: `text/NAME [texts]` and `answers/NAME [questions]`."""
@@ -117,6 +128,10 @@ class Bench:
             measures = teacher_forcing.measure(original, logits, label, question)
             values_by_name |= {f"answers/{name}": values for name, values in measures.items()}
         return values_by_name
+
+
+def _turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _same_inputs(quantized: VLM, other: VLM) -> bool:
@@ -148,7 +163,7 @@ def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[s
         keys["calibrate"] = {"stats": str(stats)}
         facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
     start = time.process_time()
-    manifest = quantize(resolve(keys).recipe, overwrite=True).manifest
+    manifest = quantize(resolve(keys).recipe, overwrite=True, restart=True).manifest
     facts |= {"seconds": round(time.process_time() - start, 1), "phases": manifest.get("timing")}
     facts |= {"bytes": manifest["size"]["weights_after"], "bytes_before": manifest["size"]["weights_before"]}
     vlm = teacher_forcing.load_quantized(out, bench.plain)

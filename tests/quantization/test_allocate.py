@@ -236,7 +236,7 @@ def test_interrupted_and_resumed(world, tmp_path):
         ),
         (
             {"budget": 4, "by": "luq"},
-            {"options": {"objective": "mae"}, "scheme": "mbq"},
+            {"options": {}, "scheme": "mbq"},
             "searches that re-run blocks",
         ),
         ({"budget": 4}, {"scheme": "qronos"}, "statistics of the 16-bit model, which know no quantized blocks before"),

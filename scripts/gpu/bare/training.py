@@ -42,10 +42,13 @@ def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
     """Collect statistics and gradients, and solve with `mbq`, which uses them."""
     import vlmcompress
 
-    recipe = shapes.recipe(place, source, out, "mbq", {})
+    options = {"objective": "gram"}
+    recipe = shapes.recipe(place, source, out, "mbq", options)
     manifest = vlmcompress.calibrate(recipe, needs=NEEDS, overwrite=True).manifest
     calibration = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(out)}
-    solving = vlmcompress.Recipe.of(str(source), f"{out}-quantized", scheme="mbq", calibrate=calibration)
+    solving = vlmcompress.Recipe.of(
+        str(source), f"{out}-quantized", scheme="mbq", options=options, calibrate=calibration
+    )
     solved = vlmcompress.quantize(solving, overwrite=True).manifest
     return {"phases": manifest["timing"], "solving_phases": solved["timing"], "samples": recipe.calibrate.samples}
 

@@ -141,7 +141,7 @@ def other_samples(folder: Path) -> list[str]:
 
 
 def by_block(folder: Path) -> list[str]:
-    return ["--scheme", "mbq", "--set", "options.objective=mae"]
+    return ["--scheme", "mbq"]
 
 
 def another_prefix(folder: Path) -> list[str]:

@@ -170,12 +170,25 @@ def test_problems(models, settings, message):
 def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     source = tiny.build("qwen3-vl-moe", tmp_path / "source")
     with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
-        make_plan(recipe(source, scheme="mbq", options={"objective": "mae"}))
+        make_plan(recipe(source, scheme="mbq"))
     with pytest.raises(
         UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
     ):
         make_plan(recipe(source, scheme="qronos"))
     assert make_plan(recipe(source, scheme="awq")).needs_data
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"), [({}, ", or use --set options.objective=gram"), ({"activations": 8}, "")], ids=str
+)
+def test_the_published_search_needs_its_package(models, monkeypatch, options, advice):
+    """Nothing is read before; the search by Gram matrices, where there is one, needs no package."""
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"
+    ):
+        make_plan(recipe(models["llava"], scheme="mbq", options=options))
+    assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
 
 
 def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):

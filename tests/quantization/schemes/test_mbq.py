@@ -101,7 +101,7 @@ def test_needs_gradients():
 
 def test_defaults_are_the_published_ones():
     wide, narrow = mbq.Options(), mbq.Options(activations=8)
-    assert (wide.group_size, wide.symmetric, wide.grid, wide.objective) == (128, False, 20, "gram")
+    assert (wide.group_size, wide.symmetric, wide.grid, wide.objective) == (128, False, 20, "mae")
     assert (narrow.group_size, narrow.symmetric, narrow.bits, narrow.objective) == (-1, True, 4, "mae")
     assert mbq.scheme(narrow).activations.bits == 8 and mbq.scheme(wide).activations is None
 

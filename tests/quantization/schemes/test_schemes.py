@@ -54,7 +54,8 @@ def test_declares_itself(name):
     ("name", "options", "searches"),
     [
         ("awq", {}, set()),
-        ("mbq", {}, set()),
+        ("mbq", {}, {"block_scales"}),
+        ("mbq", {"objective": "gram"}, set()),
         ("mbq", {"activations": 8}, {"block_scales"}),
         ("qvlm", {}, {"ranges"}),
         ("rtn", {}, set()),

@@ -109,13 +109,13 @@ def recipe(world, model, out, **keys):
 SCHEMES: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "gptq", "options": {"group_size": 64}},
     "mbq": {"scheme": "mbq", "options": {"group_size": 32}},
-    "mbq block": {"scheme": "mbq", "options": {"group_size": 32, "objective": "mae"}},
+    "mbq gram": {"scheme": "mbq", "options": {"group_size": 32, "objective": "gram"}},
     "qvlm": {"scheme": "qvlm", "options": {"group_size": 32}},
     "fp8-static": {"scheme": "fp8-static", "kv_cache": "fp8"},
     "bits": {"scheme": "gptq", "options": {"group_size": 32}, "bits": {"budget": 4.6}},
 }
 
-FEW = ("gptq", "mbq block", "mbq", "fp8-static")  # one of each way to calibrate
+FEW = ("gptq", "mbq", "mbq gram", "fp8-static")  # one of each way to calibrate
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ FEW = ("gptq", "mbq block", "mbq", "fp8-static")  # one of each way to calibrate
 )
 def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, name):
     """The manifest tells the reducer and counts the tokens that were left; statistics are of other tokens than without."""
-    model = built("qwen3-vl" if name in ("gptq", "mbq", "mbq block") else "llava")
+    model = built("qwen3-vl" if name in ("gptq", "mbq", "mbq gram") else "llava")
     done = quantize(recipe(world, model, tmp_path / "reduced", **SCHEMES[name], reduce="uniform:0.5"))
     plain = quantize(recipe(world, model, tmp_path / "plain", **SCHEMES[name]))
     now, before = (run.manifest["calibration"] for run in (done, plain))

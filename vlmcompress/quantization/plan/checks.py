@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 from vlmcompress import models
 from vlmcompress.export import adapter, formats, tokenizers
@@ -83,6 +84,16 @@ def experts(survey: Survey) -> Iterator[str]:
         yield (
             f"scheme '{survey.recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to "
             "different experts; use gptq"
+        )
+
+
+def published_search(survey: Survey) -> Iterator[str]:
+    """Whether the package that runs MBQ's search as published is installed."""
+    if "block_scales" in survey.method.needs.searches and find_spec("llmcompressor") is None:
+        other = "" if survey.method.rounds_inputs else ", or use --set options.objective=gram"
+        yield (
+            f"scheme '{survey.recipe.scheme}' as published runs llm-compressor's search, which is not installed; "
+            f"pip install '.[block-search]' in the checkout of vlmcompress{other}"
         )
 
 
@@ -210,6 +221,7 @@ CHECKS: tuple[Check, ...] = (
     tower_attention,
     assigned_schemes,
     experts,
+    published_search,
     draft_head,
     skip,
     shapes,

@@ -74,7 +74,7 @@ def _absent(
     if "block_scales" in needs.searches:
         lines.append(
             f"objective '{options.objective}' searches with the model itself; leave out the statistics or use "
-            "objective 'gram'"
+            "--set options.objective=gram"
         )
     if "ranges" in needs.searches:
         lines.append("the scheme searches with the model itself, over several blocks; leave out the statistics")

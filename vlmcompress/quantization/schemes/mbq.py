@@ -40,15 +40,15 @@ from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Sear
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
     """`activations`: bits, 16 or 8; `bits`, `group_size`, `symmetric` of the weights as in rtn (by default 4, 128 and false; at
-    8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "gram" or "mae" (by default gram; mae at
-    8-bit activations)."""
+    8-bit activations 4 or 8 bits, -1 and true); `grid`: candidate scales; `objective`: "mae", as published, or "gram", which
+    runs no block again."""
 
     bits: int = 4
     group_size: int | None = None
     symmetric: bool | None = None
     activations: int = 16
     grid: int = 20
-    objective: str | None = None
+    objective: str = "mae"
     balance: ClassVar[str] = "mbq"
 
     def __post_init__(self) -> None:
@@ -58,8 +58,6 @@ class Options(QuantizerOptions):
         for name, value in (("group_size", 128 if wide else -1), ("symmetric", not wide)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if self.objective is None:
-            object.__setattr__(self, "objective", "gram" if wide else "mae")
         if not wide and (self.bits not in (4, 8) or self.group_size != -1 or not self.symmetric):
             raise ValueError("activations of 8 bits need 4 or 8 bits, group_size -1 and symmetric true")
         scheme(self)

@@ -31,7 +31,8 @@ from vlmcompress.utils.registry import SCHEMES
 SLOW = pytest.mark.slow
 VARIANTS = {
     **{name: {"scheme": name} for name in SCHEMES.names() if name not in ("none", "qvlm")},
-    "mbq-by-mae": {"scheme": "mbq", "options": {"objective": "mae", "grid": 4}},
+    "mbq": {"scheme": "mbq", "options": {"objective": "gram"}},
+    "mbq-by-mae": {"scheme": "mbq", "options": {"grid": 4}},
     "mbq-of-8-bits": {"scheme": "mbq", "options": {"activations": 8, "bits": 8, "grid": 4}},
     "qvlm": {"scheme": "qvlm", "options": {"grid": 2, "sweeps": 1}},
 }

@@ -96,7 +96,7 @@ def observed(world) -> Callable[[int, frozenset[str]], tuple[Any, ...]]:
 def test_waits_of_solving(observed, scheme, count):
     """More samples cost no wait more."""
     module = SCHEMES.get(scheme)
-    method = QuantMethod(module, module.Options())
+    method = QuantMethod(module, module.Options(**{"objective": "gram"} if scheme == "mbq" else {}))
     needs = (method.needs.statistics | {"gram"}) & {*STORABLE, CROSS}
     groups, weights, norms, stats = observed(count, frozenset(needs))
     with counting() as counts:
