@@ -221,6 +221,7 @@ def test_lines_are_short(page):
         ("compare_weights", "weights"),
         ("mlx_weights", "mlx"),
         ("bench_reducers", "reducers"),
+        ("joint_choice", "joint"),
         ("bench_serving", "serving"),
         ("simulate_statistics", "statistics"),
         ("simulate_statistics", "images"),

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,28 +76,37 @@ class _Entered(Exception):
 @torch.no_grad()
 def encode_questions(vlm: VLM, samples: Sequence[Sample]) -> list[Question]:
     """Run the model up to its language model on each sample and its answer."""
+    vlm.model.float()  # before `encode`, which counts features by a run of its own
+    return enter_language_model(vlm, encode(samples, vlm))
+
+
+@torch.no_grad()
+def enter_language_model(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> list[Question]:
+    """Run the model up to its language model on encoded samples, a batch each. An attached reducer shortens prompts; it must
+    not read the question, which the answer follows here."""
     captured: dict[str, Any] = {}
 
     def enter(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         captured.update(kwargs)
         raise _Entered
 
-    model, batches = vlm.model.float(), encode(samples, vlm)  # which counts features by a run of its own
+    model = vlm.model.float()
     hook = language_model(vlm).register_forward_pre_hook(enter, with_kwargs=True)
     towers = [model.get_submodule(name) for name in vlm.spec.vision]
     for tower in towers:
         tower.forward = remembering(tower.forward)
     questions = []
-    for inputs in batches:
-        modality, ids = inputs.pop("modality")[0], inputs["input_ids"][0]
+    for batch in batches:
+        modality, ids = batch["modality"][0], batch["input_ids"][0]
         with contextlib.suppress(_Entered):
-            model(**inputs)
+            model(**{name: value for name, value in batch.items() if name != "modality"})
         answers = (modality == ANSWER).nonzero().squeeze(1)
         visual = (modality == VISION).nonzero().squeeze(1)
-        positions = captured.get("position_ids")
+        embeds, positions = captured["inputs_embeds"][0].clone(), captured.get("position_ids")
         positions = torch.arange(len(ids)) if positions is None else positions[..., 0, :]
-        shared = int(visual[-1]) + 1 if len(visual) else 0
-        questions.append(Question(captured["inputs_embeds"][0].clone(), positions, answers, ids[answers + 1], shared))
+        dropped = len(ids) - len(embeds)  # all of them before the last image ends
+        shared = int(visual[-1]) + 1 - dropped if len(visual) else 0
+        questions.append(Question(embeds, positions, answers - dropped, ids[answers + 1], shared))
     hook.remove()
     for tower in towers:
         del tower.forward
@@ -221,25 +230,38 @@ ROUNDED = {  # these of compressed-tensors -> number format
 
 
 def round_activations(model: nn.Module) -> list[Any]:
-    """Add hooks that round the inputs of layers with quantized activations as an engine does."""
+    """Add hooks that round the inputs of layers with quantized activations as an engine does. Layers that read the same input
+    share a scale, so it is rounded once for all."""
+    last: tuple[Tensor, Tensor] | None = None  # an input and what it was rounded to
 
-    def rounding(act: ActFormat) -> Callable[..., tuple[Tensor, ...]]:
-        def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            scale = getattr(module, "input_global_scale", None) if act.nvfp4 else None
-            x = args[0].flatten(0, -2)
-            return (numerics.round_activations(x, act, scale).view_as(args[0]), *args[1:])
+    def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal last
+        if last is None or last[0] is not args[0]:
+            last = args[0], round_input(module, args[0])
+        return (last[1], *args[1:])
 
-        return rounded
+    layers = [module for module in model.modules() if input_format(module)]
+    return [layer.register_forward_pre_hook(rounded) for layer in layers]
 
-    hooks = []
-    for module in model.modules():
-        arguments = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
-        if arguments is not None:
-            act = ROUNDED.get(tuple(getattr(arguments, name) for name in ARGUMENTS))
-            if act is None or not arguments.symmetric:
-                raise ValueError(f"no simulation of activations as {arguments}")
-            hooks.append(module.register_forward_pre_hook(rounding(act)))
-    return hooks
+
+def input_format(module: nn.Module) -> ActFormat | None:
+    """The number format of a layer's inputs; None where they stay in 16 bits. ValueError for one that is not simulated."""
+    arguments = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
+    if arguments is None:
+        return None
+    act = ROUNDED.get(tuple(getattr(arguments, name) for name in ARGUMENTS))
+    if act is None or not arguments.symmetric:
+        raise ValueError(f"no simulation of activations as {arguments}")
+    return act
+
+
+def round_input(module: nn.Module, x: Tensor) -> Tensor:
+    """Round inputs `x [..., in]` of a layer as an engine does; unchanged where they stay in 16 bits."""
+    act = input_format(module)
+    if act is None:
+        return x
+    scale = getattr(module, "input_global_scale", None) if act.nvfp4 else None
+    return numerics.round_activations(x.flatten(0, -2), act, scale).view_as(x)
 
 
 def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor) -> dict[str, Tensor]:
