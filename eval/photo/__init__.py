@@ -1,1 +1,1 @@
-"""Scenes of real pictures: photographs and drawings that Debian ships, put together at random, and questions about them."""
+"""Scenes of pictures that others drew or took, put together at random, and questions about them."""

@@ -1,11 +1,14 @@
 """Named pictures out of packages of Debian and npm: which ones, how they are fetched, and their splits.
 
-`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character).
-No picture is in two splits, nor are two of a name that look the same to the tower (cosine of their class tokens above
-0.95). Nothing is installed, and no picture is part of the repository.
+`pictures.tsv` has a line for each: split, name, source, and the file within the package (for a font: the character; in Qt's
+resource files: that file and the one in it). They are emoji, clip art and stamps. No picture is in two splits, nor are two of
+a name that look the same to the tower (cosine of their class tokens above 0.95). `photographs.tsv` lists photographs alone,
+for tests: the stamps of validation and test that are some, with the thing cut out, and GCompris's, with what is around it.
+Nothing is installed, and no picture is part of the repository.
 """
 
 import csv
+import io
 import subprocess
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,7 +18,10 @@ from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
 from vlmcompress.utils.errors import UserError
 
+from . import resources
+
 LIST = Path(__file__).with_name("pictures.tsv")
+PHOTOGRAPHS = Path(__file__).with_name("photographs.tsv")
 BACKGROUND = "background"  # the name of photographs that scenes stand on
 LONGEST, BACKGROUND_LONGEST = 256, 640  # pixels of a kept picture
 
@@ -54,6 +60,7 @@ SOURCES = {
     "mate": Source("mate-backgrounds", "1.26.0-1", "usr/share/backgrounds/mate/nature"),
     "lomiri16": Source("lomiri-wallpapers-16.04", "20.04.0-2", "usr/share/backgrounds"),
     "lomiri20": Source("lomiri-wallpapers-20.04", "20.04.0-2", "usr/share/backgrounds"),
+    "gcompris": Source("gcompris-qt-data", "3.1-2", "usr/share/gcompris-qt/rcc"),
 }
 
 
@@ -108,14 +115,15 @@ class Album:
         return self.by_name.get(("train" if split == "calibration" else split, name), [])
 
 
-def fetch(cache: Path, packages: Path | None = None) -> Album:
-    """Fetch all pictures into ``cache/pictures``, unless they are there, by way of the packages' files in `packages`.
+def fetch(cache: Path, packages: Path | None = None, listed: Path = LIST) -> Album:
+    """Fetch a list's pictures into a folder of `cache` named like it, unless they are there, by way of the packages' files in
+    `packages`.
 
     Raises:
         UserError: a package cannot be had or is of another version, or one of its pictures can't be read.
     """
     cache = cache.resolve()
-    pictures, folder = read_list(), cache / "pictures"
+    pictures, folder = read_list(listed), cache / listed.stem
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         path = folder / f"{picture.number:04d}.png"
@@ -182,7 +190,8 @@ def _opened(picture: Picture, unpacked: Path) -> Image.Image:
 
 
 def _decoded(path: Path) -> Image.Image:
-    with Image.open(path) as image:
+    archive, inside, file = str(path).partition(".rcc/")
+    with Image.open(io.BytesIO(resources.content(Path(f"{archive}.rcc"), file)) if inside else path) as image:
         image.draft("RGB", (BACKGROUND_LONGEST, BACKGROUND_LONGEST))  # JPEG alone: decodes a smaller one
         return image.convert("RGBA")
 

@@ -1,5 +1,6 @@
 """A scene: pictures at places of a grid, on a plain, textured or photographic background; 224 x 224 pixels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -87,8 +88,9 @@ class Scene:
         return ImageOps.mirror(image) if item.mirrored else image
 
 
-def sample_scene(rng: Random, split: str, album: Album) -> Scene:
-    """Draw a random scene of one to six pictures of a split. In half of those with more than one, a name comes up again."""
+def sample_scene(rng: Random, split: str, album: Album, grounds: Sequence[str] = GROUNDS) -> Scene:
+    """Draw a random scene of one to six pictures of a split on one of `grounds`. In half of those with more than one, a name
+    comes up again."""
     cells = rng.choices(list(GRIDS), list(GRIDS.values()))[0]
     full = rng.random() < 0.5  # large pictures, and many: little background
     number = {1: 1, 2: rng.randint(3 if full else 1, 4), 3: rng.randint(5 if full else 2, 6)}[cells]
@@ -102,7 +104,7 @@ def sample_scene(rng: Random, split: str, album: Album) -> Scene:
     rng.shuffle(names)
     places = rng.sample([(row, column) for row in range(cells) for column in range(cells)], number)
     items = [_item(rng, split, album, name, cell, cells, full) for name, cell in zip(names, places, strict=True)]
-    return Scene(cells, rng.choice(GROUNDS), items, rng.randrange(1 << 30), split)
+    return Scene(cells, rng.choice(grounds), items, rng.randrange(1 << 30), split)
 
 
 def _item(rng: Random, split: str, album: Album, name: str, cell: tuple[int, int], cells: int, full: bool) -> Item:

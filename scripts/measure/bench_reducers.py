@@ -12,8 +12,9 @@ transformers model; text-only prompts pass a reducer untouched. Methods whose co
 calibration split, are asked at five shares, `random` with several seeds; those that decide the count themselves at settings
 of their own, and their share is what they kept on average. Where a default does not fit models this small it is scaled
 before anything is measured: VScan's shallow layer to a quarter of the encoder and its window to a third of the grid or less.
-demo-photo is asked where `scripts/train/assemble_demo_photo.py` has put it together. With `--groups` and `--shares` only these
-rows are measured, besides `random`; figures take the place of those in eval/reducers.json. The last line is one JSON object.
+demo-photo is asked where `scripts/train/assemble_demo_photo.py` has put it together, also about photographs alone, as the
+model `demo-photographs`. With `--groups` and `--shares` only these rows are measured, besides `random`; figures take the place
+of those in eval/reducers.json. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from vlmcompress.reduction.support import family_refusal
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "reducers.json"
 MODELS = {name: ROOT / "eval" / "demo" / name for name in ("demo-llava", "demo-qwen")} | {
-    "demo-photo": ROOT / "build" / "demo-photo"
+    name: ROOT / "build" / "demo-photo" for name in ("demo-photo", "demo-photographs")
 }
 SHARES = (0.5, 0.25, 1 / 9, 0.75, 1 / 3)  # the most asked for first
 SEEDS = 5
@@ -118,10 +119,15 @@ def _group(method: str, options: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in options.items())])
 
 
+def questions_of(model: str, split: str) -> Path | None:
+    """The file of a model's questions: the data that go with its name."""
+    return bundled_data(MODELS[model].with_name(model), split)
+
+
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family with images, all for None."""
     chosen, counts = [], dict[str | None, int]()
-    for sample in load_samples(bundled_data(MODELS[model], split), samples=None, seed=0, check_images=False):
+    for sample in load_samples(questions_of(model, split), samples=None, seed=0, check_images=False):
         counts[sample.family] = 1 + counts.get(sample.family, 0)
         if sample.images and (per_family is None or counts[sample.family] <= per_family):
             chosen.append(sample)
@@ -202,9 +208,7 @@ def main() -> None:
     )
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--per-family", type=int, help="questions of each of the nine families; default: all")
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=[name for name, folder in MODELS.items() if folder.is_dir()]
-    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all that are there")
     parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
     parser.add_argument(
         "--scorers",
@@ -218,6 +222,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves of demo-photo in RESULTS")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.models = args.models or [name for name in MODELS if questions_of(name, args.split)]
     quiet_libraries()
     torch.set_num_threads(1)
     results = json.loads(args.results.read_text()) if args.results.exists() else {}

