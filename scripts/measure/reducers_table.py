@@ -129,7 +129,7 @@ def render(results: Mapping[str, Any]) -> str:
     ):
         names = [f"{model.removeprefix('demo-')} {share:.0%}" for model, share in columns]
         lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-        groups = {group for group, model, _ in cells if any(model == shown for shown, _ in columns)}
+        groups = {group for group, model, _ in cells if any(model == column for column, _ in columns)}
         for group in sorted(groups, key=lambda name: (name not in ("random", "uniform"), name)):
             values = [cells.get((group, *column), "") for column in columns]
             lines.append(f"| `{group}` | " + " | ".join(values) + " |")
