@@ -69,7 +69,7 @@ SCHEMES: dict[str, dict[str, Any]] = {  # number format -> keys of a recipe
 W4A4 = ("MXFP4", "NVFP4")  # candidates choose for these; their choice for the first is tried in 16 bits, too
 SHARES = (0.3, 0.5, 0.125)
 CALIBRATION = 128  # samples
-STRENGTH = 0.3  # of weights; no other was tried
+STRENGTH = 0.3  # of scores; no other was asked of quantized models
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def outliers(rows: Tensor, blocks: Blocks) -> Tensor:
     return x.abs().amax(-1) / x.square().mean(-1).sqrt()
 
 
-def covering(rows: Tensor, count: int, worth: Tensor | None = None) -> Tensor:
-    """The choice of `coverage`, `[count]`; a token's gain counts `exp(worth)` times, `worth [n]` in standard deviations."""
+def covering(rows: Tensor, count: int, score: Tensor | None = None) -> Tensor:
+    """The choice of `coverage`, `[count]`; gains count `exp(STRENGTH score)` times, `score [n]` standardized."""
     weight = None
-    if worth is not None:
-        weight = (STRENGTH * (worth - worth.mean()) / worth.std().clamp(min=1e-9)).exp()
+    if score is not None:
+        weight = (STRENGTH * (score - score.mean()) / score.std().clamp(min=1e-9)).exp()
     return selecting.cover(coverage.represented(rows, coverage.Options().temperature), count, weight)
 
 
@@ -149,11 +149,11 @@ class Cell:
     scheme: str
     choice: str
     keep: float = 1.0
-    behind: bool = False
+    reduced_calibration: bool = False
 
     @property
     def key(self) -> str:
-        return f"{self.scheme} | {self.choice} | {self.keep:g}" + " | behind" * self.behind
+        return f"{self.scheme} | {self.choice} | {self.keep:g}" + " | behind" * self.reduced_calibration
 
 
 def cells(candidates: list[str]) -> Iterator[Cell]:
@@ -166,12 +166,12 @@ def cells(candidates: list[str]) -> Iterator[Cell]:
             yield Cell(scheme, name, share)
             if scheme == W4A4[0]:
                 yield Cell(PLAIN, f"{name}, {scheme}", share)
-        yield Cell(scheme, "coverage", share, behind=True)
+        yield Cell(scheme, "coverage", share, reduced_calibration=True)
     for scheme in W4A4[:1]:
         yield Cell(scheme, "random", share)
         for share in SHARES[1:]:
             yield from (Cell(PLAIN, "coverage", share), Cell(scheme, "coverage", share))
-            yield Cell(scheme, "coverage", share, behind=True)
+            yield Cell(scheme, "coverage", share, reduced_calibration=True)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -214,17 +214,21 @@ class Bench:
 
     def model(self, cell: Cell) -> VLM:
         """The model that answers."""
-        return self.original if cell.scheme == PLAIN else self.quantized(cell.scheme, cell.keep if cell.behind else 0)
+        return (
+            self.original
+            if cell.scheme == PLAIN
+            else self.quantized(cell.scheme, cell.keep if cell.reduced_calibration else 0)
+        )
 
-    def quantized(self, scheme: str, behind: float) -> VLM:
-        """The quantized model, calibrated behind `coverage` if `behind` is a share."""
-        if self._quantized is None or self._quantized[0] != (scheme, behind):
+    def quantized(self, scheme: str, share: float) -> VLM:
+        """The quantized model, calibrated behind `coverage` if `share` is not 0."""
+        if self._quantized is None or self._quantized[0] != (scheme, share):
             out, source = self.work / "checkpoint", MODELS[self.name]
             keys = {"model": str(source), "out": str(out), "seed": 0} | SCHEMES[scheme]
             keys["calibrate"] = {"data": str(bundled_data(source, "calibration")), "samples": CALIBRATION}
-            keys |= {"reduce": f"coverage:{behind}"} if behind else {}
+            keys |= {"reduce": f"coverage:{share}"} if share else {}
             quantize(resolve(keys).recipe, overwrite=True, restart=True)
-            self._quantized = (scheme, behind), teacher_forcing.load_quantized(out, self.original)
+            self._quantized = (scheme, share), teacher_forcing.load_quantized(out, self.original)
             self._quantized[1].model.float()
             shutil.rmtree(out)
         return self._quantized[1]
@@ -285,14 +289,14 @@ def summarise(rows: list[dict[str, Any]], samples: dict[str, list[Sample]]) -> d
             whole = Cell(scheme, "all")
             for share in sorted(SHARES, reverse=True):
                 both, reduced = Cell(scheme, "coverage", share), Cell(PLAIN, "coverage", share)
-                behind = Cell(scheme, "coverage", share, behind=True)
-                if not {cell.key for cell in (both, reduced, behind, whole)} <= answers.keys():
+                calibrated = Cell(scheme, "coverage", share, reduced_calibration=True)
+                if not {cell.key for cell in (both, reduced, calibrated, whole)} <= answers.keys():
                     continue
                 row: dict[str, Any] = {"model": name, "scheme": scheme, "keep": share}
                 row["quantized"], row["reduced"] = change((1, whole), (-1, full)), change((1, reduced), (-1, full))
                 row["both"] = change((1, both), (-1, full))
                 row["interaction"] = change((1, both), (-1, whole), (-1, reduced), (1, full))
-                results["rows"].append(row | {"behind": change((1, behind), (-1, both))})
+                results["rows"].append(row | {"reduced_calibration": change((1, calibrated), (-1, both))})
             stacked = Cell(scheme, "coverage", SHARES[0])
             for choice in ("random", *CANDIDATES):
                 cell, control = Cell(scheme, choice, SHARES[0]), Cell(PLAIN, f"{choice}, {scheme}", SHARES[0])
@@ -323,7 +327,7 @@ def render(results: dict[str, Any]) -> str:
     for row in results["test"]["rows"]:
         parts = [_points(row[name]["points"]) for name in ("quantized", "reduced", "both", "interaction")]
         nats = row["interaction"]["nats"]
-        parts += [f"{nats[0]:+.3f} ±{nats[1]:.3f}", _points(row["behind"]["points"])]
+        parts += [f"{nats[0]:+.3f} ±{nats[1]:.3f}", _points(row["reduced_calibration"]["points"])]
         start = [row["model"].removeprefix("demo-"), row["scheme"], f"{100 * row['keep']:g}%"]
         lines.append("| " + " | ".join(start + parts) + " |")
     columns: dict[str, dict[str, list[float]]] = {}

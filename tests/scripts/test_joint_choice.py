@@ -58,9 +58,9 @@ def test_a_candidate_without_weights_is_coverage() -> None:
     signals = Signals((1, 5, 8), features=rows)
     expected = coverage.reduce(signals, options).anchor
     assert torch.equal(candidate.module.reduce(signals, options).anchor, expected)
-    # all but token 3 are worth as good as nothing
-    worth = torch.zeros(40).index_fill(0, torch.tensor(3), 1e3)
-    assert joint_choice.covering(rows, 1, worth).tolist() == [3]
+    # the gains of all but token 3 count next to nothing
+    score = torch.zeros(40).index_fill(0, torch.tensor(3), 1e3)
+    assert joint_choice.covering(rows, 1, score).tolist() == [3]
 
 
 def rows_of(right: dict[Cell, str]) -> list[dict]:
@@ -79,13 +79,18 @@ def test_figures_against_sums_written_out(tmp_path: Path) -> None:
         Cell(PLAIN, f"{name}, MXFP4", 0.3): "1110",
         Cell("MXFP4", "all"): "1101",
         Cell("MXFP4", "coverage", 0.3): "1000",
-        Cell("MXFP4", "coverage", 0.3, behind=True): "1100",
+        Cell("MXFP4", "coverage", 0.3, reduced_calibration=True): "1100",
         Cell("MXFP4", name, 0.3): "1110",
     }
     questions = [Sample(str(number), [], "q", "a", "read") for number in range(4)]
     results = joint_choice.summarise(rows_of(right), {"demo-m": questions})
     (row,), (figure,) = results["rows"], results["candidates"]
-    assert [row[part]["points"][0] for part in ("quantized", "reduced", "both", "behind")] == [-25, -25, -75, 25]
+    assert [row[part]["points"][0] for part in ("quantized", "reduced", "both", "reduced_calibration")] == [
+        -25,
+        -25,
+        -75,
+        25,
+    ]
     # the differences by question are 0, -1, 0, 0: 1000 - 1101 - 1110 + 1111
     interaction = torch.tensor([0.0, -1, 0, 0])
     half = 196 * float(interaction.std(correction=0)) / 2
