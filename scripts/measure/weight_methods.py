@@ -79,6 +79,7 @@ METHODS: dict[str, Row] = {
     "stock gptq": Row("gptq", kind="stock"),
     "stock awq": Row("awq", kind="stock"),
     "gptq": Row("gptq"),
+    "gptq run": Row("gptq", kind="run"),
     "gptq ratio": Row("gptq", {"balance": "ratio"}),
     "gptq-plus": Row("gptq-plus"),
     "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
