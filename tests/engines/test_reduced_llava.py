@@ -40,7 +40,6 @@ MORE = {
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
     "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),
-    "cohere2-vision": ("cohere2-vision", "dart:0.5", CHUNKED | CACHED, 2),
 }
 FILMED = (
     "internvl",

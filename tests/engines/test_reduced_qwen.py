@@ -1,4 +1,4 @@
-"""Reduced Qwen-VL checkpoints in the real vLLM engine answer as transformers does with the reducer attached.
+"""Reduced checkpoints of Qwen-VL, GLM-V and their like in the real vLLM engine answer as transformers with the reducer.
 
 One engine after the other: with a prefix cache that is hit, in chunks that cut images, in BF16.
 """
@@ -56,6 +56,11 @@ MORE = {
     "qwen3-5, asked": Case("qwen3-5", "relevance:0.5", RECURRENT),
     "qwen3-5-moe": Case("qwen3-5-moe", "uniform:0.5", RECURRENT, film=True),
     "qwen3-vl-moe": Case("qwen3-vl-moe", "dart:0.5", BOTH, passes=2, film=True),
+    "glm4v": Case("glm4v", "relevance:0.5", BOTH, passes=2),
+    "glm4v-moe": Case("glm4v-moe", "dart:0.5", BOTH, passes=2),
+    "glm-ocr": Case("glm-ocr", "dart:0.5", BOTH, passes=2),
+    "paddleocr-vl": Case("paddleocr-vl", "relevance:0.5", BOTH, passes=2),
+    "exaone4-5": Case("exaone4-5", "dart:0.5", BOTH, passes=2),
 }
 
 

@@ -77,6 +77,11 @@ def tiny(family: str, folder: Path, longest_edge: int | None = None) -> Path:
         elif tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
             tensor.mul_(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if config["text_config"].get("sliding_window"):  # longer prompts are refused in transformers
+        config["text_config"]["sliding_window"] = 512
+        file.write_text(json.dumps(config))
     file = folder / "processor_config.json"
     config = json.loads(file.read_text())
     images = config["image_processor"]

@@ -157,6 +157,25 @@ def _qwen(module: str, prefix: str) -> list[Reach]:
     ]
 
 
+_GLM = [
+    *_reaches(
+        f"{_MODELS}.glm4_1v",
+        "placeholders in the prompt are those of the tokens that are left",
+        "Glm4vProcessingInfo._get_vision_info(image_width, image_height, num_frames, do_resize, max_image_pixels)",
+        "Glm4vProcessingInfo.get_supported_mm_limits()",
+        "Glm4vMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+        overridden=True,
+    ),
+    *_reaches(f"{_MODELS}.glm4_1v", "what the family is made of", "Glm4vDummyInputsBuilder"),
+    *_reaches(
+        f"{_MODELS}.glm4_1v",
+        "tokens are reduced after the encoder",
+        "Glm4vForConditionalGeneration._process_image_input(image_input)",
+        "Glm4vForConditionalGeneration.get_encoder_cudagraph_config()",
+        overridden=True,
+    ),
+    *_model("glm4_1v", "Glm4vForConditionalGeneration"),
+]
 _QWEN3 = [
     *_qwen("qwen3_vl", "Qwen3VL"),
     *_reaches(
@@ -427,6 +446,49 @@ PARTS: dict[str, list[Reach]] = {
     ],
     "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ProcessingInfo")],
     "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeProcessingInfo")],
+    "glm4v": _GLM,
+    "glm4v-moe": [*_GLM, *_model("glm4_1v", "Glm4vMoeForConditionalGeneration")],
+    "glm-ocr": [*_GLM, *_model("glm_ocr", "GlmOcrForConditionalGeneration")],
+    "paddleocr-vl": [
+        *_reaches(
+            f"{_MODELS}.paddleocr_vl",
+            "placeholders in the prompt are those of the tokens that are left",
+            "PaddleOCRVLProcessingInfo.get_supported_mm_limits()",
+            "PaddleOCRVLMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            overridden=True,
+        ),
+        *_reaches(f"{_MODELS}.paddleocr_vl", "what the family is made of", "PaddleOCRVLDummyInputsBuilder"),
+        *_reaches(
+            f"{_MODELS}.paddleocr_vl",
+            "tokens are reduced after the projector",
+            "PaddleOCRVLForConditionalGeneration._process_image_input(image_input)",
+            overridden=True,
+        ),
+        *_model("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", adapters=False),
+    ],
+    "exaone4-5": [
+        *_QWEN,
+        *_reaches(
+            f"{_MODELS}.exaone4_5",
+            "what the family is made of",
+            "Exaone4_5_ProcessingInfo",
+            "Exaone4_5_DummyInputsBuilder",
+        ),
+        *_reaches(
+            f"{_MODELS}.exaone4_5",
+            "placeholders in the prompt are those of the tokens that are left",
+            "Exaone4_5_MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            overridden=True,
+        ),
+        *_reaches(
+            f"{_MODELS}.exaone4_5",
+            "tokens are reduced after the encoder",
+            "Exaone4_5_ForConditionalGeneration._process_image_input(image_input)",
+            "Exaone4_5_ForConditionalGeneration.get_encoder_cudagraph_config()",
+            overridden=True,
+        ),
+        *_model("exaone4_5", "Exaone4_5_ForConditionalGeneration"),
+    ],
     "cohere2-vision": [
         *_model(
             "cohere2_vision",

@@ -1,4 +1,4 @@
-"""Shared code of the Qwen-VL families: an image's grid and places, its number of placeholders, and its reduction."""
+"""Shared code of the Qwen-VL families, and of others with such grids: an image's places, placeholders, and reduction."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ class QwenInfo(ReducedInfo):
         return size, self.reducer.count((tokens // (rows * columns), rows, columns))
 
 
+class ImagesInfo(QwenInfo):
+    """Mixin of a processing info of a family that is served with images alone."""
+
+    def get_supported_mm_limits(self) -> dict[str, int | None]:
+        """Return that any number of images is accepted, and no video."""
+        return {"image": None}
+
+
 class QwenProcessor(AskingProcessor, ReducedProcessor):
     """Mixin of a processor: a placeholder for each kept token."""
 
@@ -115,7 +123,15 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         """Positions of an image or video: all tokens begin at its first position."""
         grid = grid_of(feature.data[f"{feature.modality}_grid_thw"].data, self.config)
         starts = np.zeros((DIMS, feature.mm_position.length), dtype=np.int64)
-        return starts, extent(grid, pace_of(feature.data, feature.modality, self.config))
+        return starts, self.extent(grid, pace_of(feature.data, feature.modality, self.config))
+
+    def places(self, grid: Grid, pace: float) -> np.ndarray:
+        """Positions `[n, 3]` of tokens, counted from the first."""
+        return places(grid, pace)
+
+    def extent(self, grid: Grid, pace: float) -> int:
+        """Position of the text after an image or a video, counted from the first of its tokens."""
+        return extent(grid, pace)
 
     # vllm/model_executor/models/qwen2_vl.py::Qwen2VLForConditionalGeneration._process_image_input returns rows of each image,
     # in order; `embed_multimodal` passes them unchanged to the encoder cache.
@@ -144,7 +160,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
             raise ValueError(
                 f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
             )
-        where = torch.from_numpy(places(grid, pace))
+        where = torch.from_numpy(self.places(grid, pace))
         # A merged token keeps the position of its anchor.
         anchors = sent(where, rows.device)[result.anchor]
         return pack(result.apply(rows), anchors, int(where.max()))

@@ -1,0 +1,17 @@
+"""GLM-4.1V and GLM-4.6V-Flash: the tokens after the encoder are reduced; M-RoPE positions stay."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.glm4_1v import Glm4vDummyInputsBuilder, Glm4vForConditionalGeneration
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vlmcompress.engines.vllm.plugin._glm import GlmInfo, GlmProcessor
+from vlmcompress.engines.vllm.plugin._qwen import ReducedQwen
+
+ARCHITECTURE = "Glm4vForConditionalGeneration"
+SIGNALS = ("features", "query")
+
+
+@MULTIMODAL_REGISTRY.register_processor(GlmProcessor, info=GlmInfo, dummy_inputs=Glm4vDummyInputsBuilder)
+class VlmcompressGlm4vForConditionalGeneration(ReducedQwen, Glm4vForConditionalGeneration):
+    """vLLM's model of the family, with a reducer after its encoder."""
