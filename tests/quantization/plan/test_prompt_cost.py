@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from transformers import DynamicCache
 
 from tests.kit.reduction_data import checkpoint, vlm
 from vlmcompress import cli
@@ -41,8 +42,9 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
     inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), model)
     inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
     attached = attach(model, chosen.method, chosen.options) if chosen else None
+    cache = DynamicCache(config=model.model.config.get_text_config())  # Granite 4 Vision's class returns none
     try:
-        cache = model.model(**inputs, use_cache=True).past_key_values
+        model.model(**inputs, past_key_values=cache, use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
