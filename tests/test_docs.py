@@ -218,6 +218,7 @@ def test_lines_are_short(page):
         ("kernel_choice", "kernels"),
         ("bench_accuracy", "accuracy"),
         ("bench_accuracy", "boxes"),
+        ("bench_accuracy", "pages"),
         ("compare_weights", "weights"),
         ("mlx_weights", "mlx"),
         ("bench_reducers", "reducers"),
