@@ -57,8 +57,8 @@ def family_refusal(spec: ModelSpec, method: str) -> str | None:
     if spec.visual_grid is None:
         from vlmcompress.models import all_specs
 
-        families = ", ".join(sorted(other.family for other in all_specs() if other.visual_grid))
-        return f"visual tokens of {spec.family} are not reduced yet; families that work: {families}"
+        families = sum(other.visual_grid is not None for other in all_specs())
+        return f"visual tokens of {spec.family} are not reduced yet, those of {families} other families are: see docs/models.md"
     if _fits(spec, module):
         return None
     modules = {name: REDUCERS.outline(name) for name in REDUCERS.names()}
