@@ -124,6 +124,11 @@ def questions_of(model: str, split: str) -> Path | None:
     return bundled_data(MODELS[model].with_name(model), split)
 
 
+def askable(split: str) -> list[str]:
+    """The models that have questions of a split here."""
+    return [name for name in MODELS if questions_of(name, split)]
+
+
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family with images, all for None."""
     chosen, counts = [], dict[str | None, int]()
@@ -222,7 +227,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves of demo-photo in RESULTS")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    args.models = args.models or [name for name in MODELS if questions_of(name, args.split)]
+    args.models = args.models or askable(args.split)
     quiet_libraries()
     torch.set_num_threads(1)
     results = json.loads(args.results.read_text()) if args.results.exists() else {}

@@ -278,11 +278,9 @@ def summarise(rows: list[dict[str, Any]], samples: dict[str, list[Sample]]) -> d
             for row in rows
             if row["model"] == name
         }
-        if Cell(PLAIN, "all").key not in answers:
+        full, change = Cell(PLAIN, "all"), functools.partial(_change, answers, clusters)
+        if full.key not in answers:
             continue
-
-        change = functools.partial(_change, answers, clusters)
-        full = Cell(PLAIN, "all")
         results["questions"][name], results["images"][name] = len(questions), int(clusters.max()) + 1
         results["exact"][name] = round(float(answers[full.key][0].mean()), 4)
         for scheme in SCHEMES:
@@ -366,14 +364,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("out/joint"), help="folder for one checkpoint at a time")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--per-family", type=int, default=112, help="questions of each kind")
-    built = [name for name, folder in MODELS.items() if folder.is_dir()]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=built)
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all that are there")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, help="default: all")
     parser.add_argument("--candidates", nargs="*", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
     parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.models = args.models or bench_reducers.askable(args.split)
     quiet_libraries()
     torch.set_num_threads(1)
     results = json.loads(args.results.read_text()) if args.results.exists() else {"test": EMPTY, "validation": EMPTY}

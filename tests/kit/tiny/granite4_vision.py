@@ -6,7 +6,7 @@ import transformers as T
 
 from tests.kit.tiny._text import GQA, chat_template, tokenizer
 from tests.kit.tiny.llava import SIZE
-from tests.kit.tiny.llava_next import PINPOINTS
+from tests.kit.tiny.llava_next import PINPOINTS, image_processor
 
 
 def model() -> T.PreTrainedModel:
@@ -36,11 +36,7 @@ def model() -> T.PreTrainedModel:
 
 def processor() -> T.ProcessorMixin:
     return T.Granite4VisionProcessor(
-        image_processor=T.LlavaNextImageProcessor(
-            size={"shortest_edge": SIZE},
-            crop_size={"height": SIZE, "width": SIZE},
-            image_grid_pinpoints=PINPOINTS,
-        ),
+        image_processor=image_processor(),
         tokenizer=tokenizer("<image>", image_token="<image>"),
         patch_size=14,
         vision_feature_select_strategy="full",

@@ -23,13 +23,17 @@ def model() -> T.PreTrainedModel:
     )
 
 
+def image_processor() -> T.LlavaNextImageProcessor:
+    return T.LlavaNextImageProcessor(
+        size={"shortest_edge": SIZE},
+        crop_size={"height": SIZE, "width": SIZE},
+        image_grid_pinpoints=PINPOINTS,
+    )
+
+
 def processor() -> T.ProcessorMixin:
     return T.LlavaNextProcessor(
-        image_processor=T.LlavaNextImageProcessor(
-            size={"shortest_edge": SIZE},
-            crop_size={"height": SIZE, "width": SIZE},
-            image_grid_pinpoints=PINPOINTS,
-        ),
+        image_processor=image_processor(),
         tokenizer=tokenizer("<image>", image_token="<image>"),
         patch_size=14,
         vision_feature_select_strategy="default",
