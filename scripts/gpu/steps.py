@@ -27,8 +27,8 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> scheme and its opt
     "gptq-plus": ("gptq-plus", {}),
 }
 SERVED = ("bf16", "fp8", "int8", "awq")
-WHOLE = {("qwen2.5-vl-7b", "gptq-plus"): 5.2, ("qwen2.5-vl-7b", "awq"): 2, ("qwen2.5-vl-7b", "gptq"): 2.5,
-         ("qwen2.5-vl-7b", "fp8"): 0.8, ("qwen3-vl-8b", "awq"): 1.5}  # fmt: skip
+WHOLE = {("qwen2.5-vl-7b", "gptq-plus"): 2.9, ("qwen2.5-vl-7b", "awq"): 2.7, ("qwen2.5-vl-7b", "gptq"): 2.0,
+         ("qwen2.5-vl-7b", "fp8"): 0.5, ("qwen3-vl-8b", "awq"): 1.9}  # fmt: skip
 
 INSTALLED = ("torch", "torchvision", "triton", "transformers", "accelerate", "safetensors", "PIL", "yaml", "jinja2",
              "pytest")  # fmt: skip
@@ -119,15 +119,15 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "layers", "a block's layers by every scheme: seconds by phase, kernels, waits, peak memory", "gpu.bare.layers",
-        _each_shape(0.5, QUANTIZES),
+        _each_shape(0.35, QUANTIZES),
     ),
     Step(
         "reducers", "milliseconds and waits of each reducer next to the encoder at 1, 8 and 32 images",
-        "gpu.bare.reduced:next_to_encoder", [Part("qwen2.5-vl-7b", 1, MODELS)],
+        "gpu.bare.reduced:next_to_encoder", [Part("qwen2.5-vl-7b", 1.2, MODELS)],
     ),
     Step(
         "prefill", "prefill with all, half and a quarter of the visual tokens", "gpu.bare.reduced:prefill",
-        [Part("qwen2.5-vl-7b", 0.8, MODELS)],
+        [Part("qwen2.5-vl-7b", 1.0, MODELS)],
     ),
     Step(
         "training", "gradient pass, ten steps of recover and learn-reducer, rotation, KV ranges", "gpu.bare.training",

@@ -108,13 +108,15 @@ def _reducers(ran: Parts) -> str:
     rows: list[str] = []
     heads = ""
     for shape, result in _results(ran, "reducers"):
-        heads = "".join(f" | {count} images, ms" for count in result["encoder_ms"])
-        encoder = " | ".join(f"{value:.1f}" for value in result["encoder_ms"].values())
-        rows.append(f"| encoder of {shape} | {encoder} |")
+        counts = result["encoder_ms"]
+        heads = "".join(f" | {count} images, ms" for count in counts)
+        heads += f" | the same without Triton: {', '.join(counts)} images"
+        rows.append(f"| encoder of {shape} | {' | '.join(f'{value:.1f}' for value in counts.values())} | |")
         for name, figures in result["reducers"].items():
             if "ms" in figures:
                 taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
-                rows.append(f"| {name} | {taken} |")
+                torch = ", ".join(f"{value:.1f}" for value in figures.get("torch_ms", {}).values())
+                rows.append(f"| {name} | {taken} | {torch} |")
     return _table(f"reducer{heads}", "r" * heads.count("|"), rows)
 
 

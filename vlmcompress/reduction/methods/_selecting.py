@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, unit
 
+SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
 
 
@@ -87,10 +88,8 @@ def for_all_images(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 @functools.cache
 def kernels(device: torch.device, n: int) -> ModuleType | None:
-    """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None if torch is used."""
-    # 0: no kernels. 1: also these, which were run in Triton's interpreter only; those of `schemes._fused` were run on a GPU.
-    switch = os.environ.get("VLMCOMPRESS_TRITON")
-    if device.type != "cuda" or switch != "1" or find_spec("triton") is None:
+    """The Triton kernels of greedy choices (`_greedy_kernels`) among `n` tokens; None where torch is used."""
+    if device.type != "cuda" or os.environ.get(SWITCH) == "0" or find_spec("triton") is None:
         return None
     from vlmcompress.reduction.methods import _greedy_kernels
 
