@@ -63,9 +63,6 @@ WORLD: dict[str, dict] = {
     "awq g128": {"scheme": "awq"},
     "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
     "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
-    "divprune 1/4": {"scheme": "none", "reduce": "divprune:1/4"},
-    "coverage 1/2": {"scheme": "none", "reduce": "coverage:1/2"},
-    "coverage 1/4, merged": {"scheme": "none", "reduce": "coverage:1/4,merge=nearest"},
     "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
     "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
 }

@@ -2,7 +2,7 @@
 """Time and memory of `quantize --scheme gptq-plus` against blocks, samples and experts, and of a search against its trials.
 
     scripts/measure/growth.py --work DIR    makes small random models there and quantizes them
-    scripts/measure/growth.py --render      prints the docs' table, from eval/growth.json
+    scripts/measure/growth.py --render      prints the docs' list, from eval/growth.json
 
 Each row is a process with one thread of arithmetic (`process_cost`), start of Python and imports included. The last line is one
 JSON object.
@@ -84,15 +84,18 @@ def search(folder: Path, count: int) -> dict[str, Any]:
 
 
 def render(rows: list[dict]) -> str:
-    """The docs' table."""
-    lines = ["| what grows | number | processor time | memory at the peak |", "|---|---|---|---|"]
+    """The docs' list."""
+    grown: dict[str, list[dict]] = {}
     for row in rows:
-        cells = (
-            f"{row['processor']:.0f} s | {row['anonymous'] / 1e9:.2f} GB"
-            if "anonymous" in row
-            else (f"{row['processor']:.1f} s | on disk {row['written'] / 1e6:.2f} MB")
-        )
-        lines.append(f"| {row['what']} | {row['number']} | {cells} |")
+        grown.setdefault(row["what"], []).append(row)
+    lines = []
+    for what, several in grown.items():
+        unit, key, scale = ("MB on disk", "written", 1e6) if "written" in several[0] else ("GB", "anonymous", 1e9)
+        digits = 1 if key == "written" else 0
+        numbers = ", ".join(str(row["number"]) for row in several)
+        times = ", ".join(f"{row['processor']:.{digits}f}" for row in several)
+        sizes = ", ".join(f"{row[key] / scale:.2f}" for row in several)
+        lines.append(f"* {numbers} {what}: {times} s of the processor, {sizes} {unit}.")
     return "\n".join(lines)
 
 

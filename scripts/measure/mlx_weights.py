@@ -205,17 +205,12 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def ran(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines about what MLX itself ran."""
+    """Lines about what MLX itself ran, by `gptq-plus`."""
     differ = [row["mlx_logits"] for row in rows if "mlx_logits" in row]
     lines = [f"MLX's log-probabilities differed from transformers' by at most {max(differ):.1e}."] if differ else []
-    for row in rows:
-        if "mlx_asked" in row:
-            text = (
-                "* {model} by {method} in MLX itself: {mlx_as_expected} of {mlx_asked} questions with images were right or "
-                "wrong as in transformers; {0:+.1f} ±{1:.1f} points."
-            )
-            lines.append(text.format(*row["mlx_difference"], **row))
-    return lines
+    asked = [f"{row['mlx_as_expected']} of {row['mlx_asked']} ({row['model']})" for row in rows if "mlx_asked" in row]
+    text = "Asked questions with images, MLX itself was right or wrong as transformers was in"
+    return [*lines, f"{text} {', '.join(asked)}."] if asked else lines
 
 
 def main() -> None:

@@ -127,15 +127,13 @@ def measure(command: list[str], out: Path) -> dict[str, float]:
 def render(results: dict[str, list[dict[str, float]]]) -> str:
     """The docs' table: medians of a process's runs; of ours also how many times less they take, lowest to highest."""
     lines = [
-        "| process | blocks | processor time | time | memory at the peak | weights written |",
-        "|---|---|---|---|---|---|",
+        "| process | blocks | processor time | memory at the peak |",
+        "|---|---|---|---|",
     ]
     columns = (
         ("layers", "", 1),
         ("processor", " s", 1),
-        ("seconds", " s", 1),
         ("anonymous", " GB", 1e9),
-        ("written", " GB", 1e9),
     )
     for name, ours in ROWS.items():
         for row in (name, *ours) if name in results else ():
