@@ -187,9 +187,9 @@ def compared_in(bench: Bench, row: dict) -> list[dict]:
 
 
 def points(compared: dict) -> str:
-    """A comparison's difference with its interval, in points, and whether a loss of a point is ruled out."""
+    """A comparison's difference in points, half its interval, and whether a loss of a point is ruled out."""
     difference, low, high = (100 * compared[name] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" + " ✓" * (compared["verdict"] == "pass")
+    return f"{difference:+.1f} ±{(high - low) / 2:.1f}" + " ✓" * (compared["verdict"] == "pass")
 
 
 def main() -> None:
