@@ -46,10 +46,10 @@ from vlmcompress.recipe import resolve
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "gguf.json"
 OURS = {
-    "rtn, Q4_0": {"scheme": "rtn", "options": {"group_size": 32}},
     "gptq-plus, Q4_0": {"scheme": "gptq-plus", "options": {"group_size": 32, "symmetric": True}},
     "gptq-plus, Q4_1": {"scheme": "gptq-plus", "options": {"group_size": 32}},
 }
+NEEDS = {"gram", "absmax", "absmean"}
 BASE = "llama.cpp's Q4_0, importance"
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 Values = dict[str, Tensor]
@@ -70,7 +70,7 @@ def decoder(vlm: models.VLM) -> dict[str, tuple[torch.nn.Parameter, Tensor]]:
 def importance(bench: Bench, parameters: dict[str, tuple[torch.nn.Parameter, Tensor]]) -> Values:
     """The mean square of each input of each matrix over the calibration samples."""
     names = {id(parameter): name for name, (parameter, _) in parameters.items()}
-    statistics, squares = read_statistics(bench.statistics(0, {"gram", "absmax", "absmean"})), {}
+    statistics, squares = read_statistics(bench.statistics(0, NEEDS)), {}
     for block, groups in enumerate(statistics.facts["blocks"]):
         inputs = statistics.load(block)[0]
         for group, layers in groups.items():
@@ -112,10 +112,7 @@ def by_llamacpp(mix: str, weights: Values, squares: Values) -> tuple[Values, int
 def by_us(bench: Bench, method: str, matrices: Values) -> tuple[Values, int]:
     """The decoder as our GGUF file has it, norms included, and bytes of the matrices."""
     keys = bench.recipe_keys(bench.work / method.replace(", ", "-"), 0) | OURS[method] | {"format": "gguf"}
-    if method.startswith("rtn"):
-        keys.pop("calibrate")
-    else:
-        keys["calibrate"] = {"stats": str(bench.statistics(0, {"gram", "absmax", "absmean"}))}
+    keys["calibrate"] = {"stats": str(bench.statistics(0, NEEDS))}
     quantize(resolve(keys).recipe, overwrite=True)
     tensors = gguf.GGUFReader(Path(keys["out"]) / "model.gguf").tensors
     values = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
