@@ -55,20 +55,16 @@ def searches(results: dict[str, Any]) -> list[str]:
     entry = results["searches"]
     floors = entry["floors"].values()
     ours = [way for ways in floors for way in (ways["search"], ways["search, at odds"])]
-    shares = {
-        name: ", ".join(f"{ways[way][figure]:.0%}" for ways in floors)
-        for name, way, figure in (
-            ("won", "search", "confirmed"),
-            ("missed", "search", "regret_median"),
-            ("grid", "grid", "regret_median"),
-        )
-    }
+    won, missed, grid = (
+        ", ".join(f"{ways[way][figure]:.0%}" for ways in floors)
+        for way, figure in (("search", "confirmed"), ("search", "regret_median"), ("grid", "regret_median"))
+    )
     winners, broken = entry["winners"], max(way["broken"] for way in ours)
     above = max(way["broken_interval"][1] for way in ours)
     return [
-        f"Of {entry['worlds']:,} simulated searches with a floor of 1, 2 and 3 points {shares['won']} end with a confirmed "
+        f"Of {entry['worlds']:,} simulated searches with a floor of 1, 2 and 3 points {won} end with a confirmed "
         f"winner; it breaks the floor in {broken:.1%} (at most {above:.1%}) and misses "
-        f"{shares['missed']} of the best gain in the median. Asking every candidate everything misses {shares['grid']}; the "
+        f"{missed} of the best gain in the median. Asking every candidate everything misses {grid}; the "
         f"search asks {max(way['asked'] for way in ours):.0%} of that. On demo-llava and demo-qwen {winners['pass']} of "
         f"{sum(winners.values())} winners passed on test questions, {winners.get('fail', 0)} failed."
     ]
