@@ -105,6 +105,15 @@ def test_bytes_and_their_pairs_are_read_alike(name, family, tmp_path):
     assert tokenizers.compare_tokenizers(FORMATS.get("awq"), folder, config).texts == 0
 
 
+def test_bytes_that_name_a_fallback_are_read_alike(tmp_path):
+    """As in a tokenizer that transformers made of a GGUF file: byte_fallback is set, and tokens stand for bytes."""
+    folder = changed(build("qwen2-vl", tmp_path), lambda content: content["model"].update(byte_fallback=True))
+    assert metadata(folder, 400, {})["tokenizer.ggml.model"] == "gpt2"
+    config = models.build_meta_model(folder).config.to_dict()
+    compared = tokenizers.compare_tokenizers(FORMATS.get("gguf"), folder, config)
+    assert compared.texts > 100 and (compared.problem, compared.warning) == (None, None)
+
+
 @pytest.mark.parametrize("verb", ["quantize", "check", "export"])
 def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
     source, out = changed(build("llava", tmp_path / "source"), words), tmp_path / "out"

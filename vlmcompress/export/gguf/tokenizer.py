@@ -65,7 +65,8 @@ def _metadata(
     if model["type"] != "BPE":
         raise UserError(f"GGUF supports only BPE tokenizers here, not {model['type']}; write another format")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    pieces = bool(model.get("byte_fallback"))
+    # transformers writes byte_fallback for byte-level tokenizers, too, which it made of a GGUF file
+    pieces = bool(model.get("byte_fallback")) and "ByteLevel" not in [step.get("type") for step in _steps(content)]
     tokens, kinds = _tokens(content, vocabulary, pieces)
     keys: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _splitting(content)}
     keys |= {"tokens": tokens, "token_type": kinds}
@@ -121,10 +122,15 @@ def _scores(tokens: list[str], merges: list) -> list[float]:
     return [-float(rank[token]) if token in rank else -1e4 - len(merges) for token in tokens]
 
 
+def _steps(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps that split text before BPE."""
+    before = content.get("pre_tokenizer") or {}
+    return before.get("pretokenizers", [before])
+
+
 def _splitting(content: Mapping[str, Any]) -> str:
     """llama.cpp's name of the pattern by which a byte-level tokenizer splits text."""
-    before = content.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
+    steps = _steps(content)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
