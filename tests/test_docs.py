@@ -231,6 +231,7 @@ def test_lines_are_short(page):
         ("peers", "peers"),
         ("growth", "growth"),
         ("engine_costs", "engine_costs"),
+        ("gguf_weights", "gguf"),
         ("earlier", "drafts"),
         ("earlier", "engines"),
         ("earlier", "searches"),
