@@ -124,8 +124,9 @@ def _scores(tokens: list[str], merges: list) -> list[float]:
 
 def _steps(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The steps that split text before BPE."""
-    before = content.get("pre_tokenizer") or {}
-    return before.get("pretokenizers", [before])
+    before: dict[str, Any] = content.get("pre_tokenizer") or {}
+    steps: list[dict[str, Any]] = before.get("pretokenizers", [before])
+    return steps
 
 
 def _splitting(content: Mapping[str, Any]) -> str:
