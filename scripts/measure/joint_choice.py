@@ -278,9 +278,10 @@ class Bench:
     def scorer(self, scheme: str) -> Path:
         """The file of a scorer, trained first where there is none: with it a decoder of this format, inputs rounded, should
         answer as it does with all tokens."""
-        path, vlm = self.work / f"{self.name} {scheme}.safetensors", self.original
+        path = self.work / f"{self.name} {scheme}.safetensors"
         if not path.exists():
-            vlm = self.original if scheme == PLAIN else self.quantized(scheme, 0)
+            vlm = models.load(MODELS[self.name]) if scheme == PLAIN else self.quantized(scheme, 0)
+            vlm.model.float()
             training = ScorerTraining(SHARES[0], **TRAINING)
             data = {"data": str(bundled_data(MODELS[self.name], "calibration")), "samples": TEACHING}
             keys = {"model": str(MODELS[self.name]), "out": str(path), "scheme": "none", "seed": 0, "calibrate": data}

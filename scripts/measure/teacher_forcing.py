@@ -288,6 +288,7 @@ def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor
 
 def load_quantized(folder: Path, like: VLM) -> VLM:
     """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
+    from compressed_tensors.quantization import disable_quantization
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     with models.quiet_transformers():
@@ -295,6 +296,7 @@ def load_quantized(folder: Path, like: VLM) -> VLM:
         model, info = models.open_model(folder, dtype=torch.bfloat16, quantization_config=config)
     if lacking := sorted(map(str, info["missing_keys"])):
         raise ValueError(f"{folder} lacks {lacking[0]} and {len(lacking) - 1} more")
+    model.apply(disable_quantization)  # rounding inputs twice and weights again costs time and stops gradients
     return VLM(model.eval().requires_grad_(False), like.processor, like.spec, folder)
 
 
