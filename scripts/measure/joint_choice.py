@@ -2,7 +2,7 @@
 """Whether visual tokens should be chosen differently when the language model is quantized.
 
     scripts/measure/joint_choice.py --split validation --per-family 40     all candidates, few questions
-    scripts/measure/joint_choice.py --candidates "no outliers"             the best one; goes on from ROWS
+    scripts/measure/joint_choice.py --candidates "no outliers" learned     some; goes on from ROWS
     scripts/measure/joint_choice.py --summarise                            figures of what there is so far
     scripts/measure/joint_choice.py --render                               the docs' tables, from eval/joint.json
 
@@ -12,7 +12,8 @@ tokens and with a share chosen by `coverage`, on the same images. Where stacking
 sum of what each costs alone; the difference is the *interaction*. A choice for the quantized model should be better there than
 in 16 bits, so candidates are also asked in 16 bits, with the choice made for the quantized model.
 
-A candidate is a function of an image's projected tokens and the first decoder blocks of both models (`CANDIDATES`). Questions
+A candidate is a function of an image's projected tokens and the first decoder blocks of both models (`CANDIDATES`), or the
+reducer `learned`, its scorer trained here under the decoder in 16 bits or a quantized one (`SCORERS`). Questions
 are those of `bench_reducers.py`; teacher forcing tells whether greedy answers are right, with inputs rounded as an engine does
 it (`teacher_forcing.py`). Both splits' figures go to eval/joint.json. The last line is one JSON object.
 """
