@@ -206,14 +206,24 @@ def kept_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in paired.rows(args.rows) if (row["split"], row["per_family"]) == questions]
 
 
+def flags(parser: argparse.ArgumentParser, results: Path, per_family: int | None = None) -> None:
+    """Add the flags of a script that asks these questions, keeps a row of answers a setting, and writes figures of the rows."""
+    rows = Path("out") / f"{results.stem}.jsonl"
+    parser.add_argument("--rows", type=Path, default=rows, help="where answers are kept, a row a setting")
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    default = per_family or "all"
+    parser.add_argument(
+        "--per-family", type=int, default=per_family, help=f"questions of each kind; default: {default}"
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all that are there")
+    parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
+    parser.add_argument("--render", action="store_true", help="print the docs' tables of RESULTS")
+    parser.add_argument("--results", type=Path, default=results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", type=Path, default=Path("out/reducers.jsonl"), help="where answers are kept, a row a setting"
-    )
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--per-family", type=int, help="questions of each of the nine families; default: all")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all that are there")
+    flags(parser, RESULTS)
     parser.add_argument("--groups", nargs="+", metavar="ROW", help="rows of the table to measure; default: all")
     parser.add_argument(
         "--scorers",
@@ -222,10 +232,7 @@ def main() -> None:
         help="folder with MODEL.safetensors of `vlmcompress learn-reducer` for each model, for the rows of `learned`",
     )
     parser.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="shares to measure; default: all")
-    parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
-    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves of demo-photo in RESULTS")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.models = args.models or askable(args.split)
     quiet_libraries()

@@ -2,7 +2,7 @@
 """Whether visual tokens should be chosen differently when the language model is quantized.
 
     scripts/measure/joint_choice.py --split validation --per-family 40     all candidates, few questions
-    scripts/measure/joint_choice.py --candidates "no outliers"             the best one; goes on from ROWS
+    scripts/measure/joint_choice.py --candidates "no outliers" learned     some; goes on from ROWS
     scripts/measure/joint_choice.py --summarise                            figures of what there is so far
     scripts/measure/joint_choice.py --render                               the docs' tables, from eval/joint.json
 
@@ -12,7 +12,8 @@ tokens and with a share chosen by `coverage`, on the same images. Where stacking
 sum of what each costs alone; the difference is the *interaction*. A choice for the quantized model should be better there than
 in 16 bits, so candidates are also asked in 16 bits, with the choice made for the quantized model.
 
-A candidate is a function of an image's projected tokens and the first decoder blocks of both models (`CANDIDATES`). Questions
+A candidate is a function of an image's projected tokens and the first decoder blocks of both models (`CANDIDATES`), or the
+reducer `learned`, its scorer trained here under the decoder in 16 bits or a quantized one (`SCORERS`). Questions
 are those of `bench_reducers.py`; teacher forcing tells whether greedy answers are right, with inputs rounded as an engine does
 it (`teacher_forcing.py`). Both splits' figures go to eval/joint.json. The last line is one JSON object.
 """
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -55,6 +58,7 @@ from vlmcompress.reduction.choice import ReducerChoice, make_choice
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import Reduction, Signals, coverage
 from vlmcompress.reduction.methods import _selecting as selecting
+from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "joint.json"
@@ -65,9 +69,12 @@ SCHEMES: dict[str, dict[str, Any]] = {  # number format -> keys of a recipe
     "NVFP4": {"scheme": "nvfp4", "options": {"mixed": False}},
     "W3": {"scheme": "gptq-plus", "options": {"bits": 3}},
     "W4A8": {"scheme": "w4a8-fp8"},
+    "NVFP4, tower INT8": {"scheme": "nvfp4", "options": {"mixed": False}, "vision": "int8"},
 }
 W4A4 = ("MXFP4", "NVFP4")  # candidates choose for these; their choice for the first is tried in 16 bits, too
-SHARES = (0.3, 0.5, 0.125)
+SCORERS = {"learned": PLAIN, "learned under NVFP4": "NVFP4"}  # choice of a scorer -> decoder it was trained with
+TRAINING, TEACHING = {"steps": 100, "batch": 8, "every": 50}, 300  # of a scorer: settings, samples
+SHARES = (0.3, 0.125, 0.5)
 CALIBRATION = 128  # samples
 STRENGTH = 0.3  # of scores; no other was asked of quantized models
 
@@ -157,28 +164,40 @@ class Cell:
 
 
 def cells(candidates: list[str]) -> Iterator[Cell]:
-    """List the settings, the most telling ones first, a quantized model after the other."""
-    share = SHARES[0]
-    yield from (Cell(PLAIN, "all"), Cell(PLAIN, "coverage", share))
+    """List the settings, a quantized model after the other, and models calibrated with fewer tokens last."""
+    yield Cell(PLAIN, "all")
     for scheme in SCHEMES:
-        yield from (Cell(scheme, "all"), Cell(scheme, "coverage", share))
-        for name in candidates if scheme in W4A4 else ():
-            yield Cell(scheme, name, share)
+        yield Cell(scheme, "all")
+        for share in shares(scheme):
             if scheme == W4A4[0]:
-                yield Cell(PLAIN, f"{name}, {scheme}", share)
-        yield Cell(scheme, "coverage", share, reduced_calibration=True)
-    for scheme in W4A4[:1]:
-        yield Cell(scheme, "random", share)
-        for share in SHARES[1:]:
-            yield from (Cell(PLAIN, "coverage", share), Cell(scheme, "coverage", share))
-            yield Cell(scheme, "coverage", share, reduced_calibration=True)
+                yield Cell(PLAIN, "coverage", share)
+            yield Cell(scheme, "coverage", share)
+            for name in candidates if share != 0.5 else ():
+                if scheme in (W4A4 if name in CANDIDATES else SCORERS.values()):
+                    yield Cell(scheme, name, share)
+                    if scheme == W4A4[0] or name in SCORERS:
+                        yield Cell(PLAIN, control(name, scheme), share)
+        if scheme == W4A4[0]:
+            yield from (Cell(scheme, "random", SHARES[0]), Cell(PLAIN, "random", SHARES[0]))
+    for scheme in SCHEMES:
+        yield from (Cell(scheme, "coverage", share, reduced_calibration=True) for share in shares(scheme))
+
+
+def shares(scheme: str) -> tuple[float, ...]:
+    """The shares asked of a format."""
+    return SHARES if scheme == W4A4[0] else SHARES[:1]
+
+
+def control(choice: str, scheme: str) -> str:
+    """The name of a choice made for a format where the model in 16 bits is asked; a scorer has one choice for all."""
+    return f"{choice}, {scheme}" if choice in CANDIDATES else choice
 
 
 def measure(args: argparse.Namespace) -> None:
     """Append a row for every setting that ROWS lacks."""
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        done = {row["cell"] for row in kept_rows(args) if row["model"] == name}
+        done = {row["cell"] for row in bench_reducers.kept_rows(args) if row["model"] == name}
         left = [cell for cell in cells(args.candidates) if cell.key not in done]
         left = [cell for cell in left if not args.schemes or cell.scheme in (PLAIN, *args.schemes)]
         if not left:
@@ -209,6 +228,8 @@ class Bench:
         self.name, self.work, self.original = name, args.work, models.load(MODELS[name])
         self.original.model.float()
         self.batches = encode(bench_reducers.samples(name, args.split, args.per_family), self.original)
+        base: Any = self.original.model.get_submodule(self.original.spec.layers.split(".")[0])
+        base.get_image_features = teacher_forcing.remembering(base.get_image_features, len(self.batches))
         self._quantized: tuple[tuple[str, float], VLM] | None = None
         self._inputs: dict[Any, list[Rows]] = {}
 
@@ -234,23 +255,43 @@ class Bench:
         return self._quantized[1]
 
     def inputs(self, cell: Cell) -> list[Rows]:
-        """What enters the language model. Tower and projector stay in 16 bits, so only candidates make it depend on the format,
-        which their names have where the model in 16 bits is asked."""
+        """What enters the language model. It depends on the format where that includes the tower, and for candidates, whose
+        names have the format where the model in 16 bits is asked."""
         name, _, scheme = cell.choice.partition(", ") if cell.scheme == PLAIN else (cell.choice, "", cell.scheme)
-        key = name, cell.keep, scheme if name in CANDIDATES else ""
+        vlm = self.model(cell) if "vision" in SCHEMES.get(scheme, {}) else self.original
+        key = name, cell.keep, scheme if name in CANDIDATES or vlm is not self.original else ""
         if key not in self._inputs:
             chosen = None if name == "all" else self.choice(name, cell.keep, scheme)
-            with attach(self.original, chosen) if chosen else contextlib.nullcontext():
-                questions = teacher_forcing.enter_language_model(self.original, self.batches)
+            with attach(vlm, chosen) if chosen else contextlib.nullcontext():
+                questions = teacher_forcing.enter_language_model(vlm, self.batches)
             self._inputs[key] = teacher_forcing.pack(questions)
         return self._inputs[key]
 
     def choice(self, name: str, keep: float, scheme: str) -> ReducerChoice:
         """The reducer of a setting; candidates look at the model quantized without it."""
+        if name in SCORERS:
+            return make_choice("learned", {"keep": keep, "scorer": str(self.scorer(SCORERS[name]))}, "choice")
         if name not in CANDIDATES:
             return make_choice(name, {"keep": keep}, "choice")
         blocks = Blocks(*(first_block(vlm) for vlm in (self.quantized(scheme, 0), self.original)))
         return Candidate("coverage", coverage.Options(keep), choose=lambda rows, n: CANDIDATES[name](rows, n, blocks))
+
+    def scorer(self, scheme: str) -> Path:
+        """The file of a scorer, trained first where there is none: with it a decoder of this format, inputs rounded, should
+        answer as it does with all tokens."""
+        path = self.work / f"{self.name} {scheme}.safetensors"
+        if not path.exists():
+            vlm = models.load(MODELS[self.name]) if scheme == PLAIN else self.quantized(scheme, 0)
+            vlm.model.float()
+            training = ScorerTraining(SHARES[0], **TRAINING)
+            data = {"data": str(bundled_data(MODELS[self.name], "calibration")), "samples": TEACHING}
+            keys = {"model": str(MODELS[self.name]), "out": str(path), "scheme": "none", "seed": 0, "calibrate": data}
+            hooks = teacher_forcing.round_activations(vlm.model)
+            with mock.patch.object(models, "load", lambda *_args, **_flags: vlm):  # a path can't name it
+                print(learn_reducer(resolve(keys).recipe, training, restart=True)["held_out_kl"], file=sys.stderr)
+            for hook in hooks:
+                hook.remove()
+        return path
 
 
 def first_block(vlm: VLM) -> nn.Module:
@@ -261,7 +302,7 @@ Answers = dict[str, tuple[Tensor, Tensor]]
 """Setting -> whether answers are right, 0 or 1, and -log p, each `[questions]`."""
 
 
-EMPTY: dict[str, Any] = {"questions": {}, "images": {}, "exact": {}, "rows": [], "candidates": []}
+EMPTY: dict[str, Any] = {"questions": {}, "images": {}, "exact": {}, "rows": [], "candidates": [], "scorers": []}
 
 
 def summarise(rows: list[dict[str, Any]], samples: dict[str, list[Sample]]) -> dict[str, Any]:
@@ -288,26 +329,27 @@ def summarise(rows: list[dict[str, Any]], samples: dict[str, list[Sample]]) -> d
             for share in sorted(SHARES, reverse=True):
                 both, reduced = Cell(scheme, "coverage", share), Cell(PLAIN, "coverage", share)
                 calibrated = Cell(scheme, "coverage", share, reduced_calibration=True)
-                if not {cell.key for cell in (both, reduced, calibrated, whole)} <= answers.keys():
+                if not {cell.key for cell in (both, reduced, whole)} <= answers.keys():
                     continue
                 row: dict[str, Any] = {"model": name, "scheme": scheme, "keep": share}
                 row["quantized"], row["reduced"] = change((1, whole), (-1, full)), change((1, reduced), (-1, full))
                 row["both"] = change((1, both), (-1, full))
                 row["interaction"] = change((1, both), (-1, whole), (-1, reduced), (1, full))
-                results["rows"].append(row | {"reduced_calibration": change((1, calibrated), (-1, both))})
-            stacked = Cell(scheme, "coverage", SHARES[0])
-            for choice in ("random", *CANDIDATES):
-                cell, control = Cell(scheme, choice, SHARES[0]), Cell(PLAIN, f"{choice}, {scheme}", SHARES[0])
-                if cell.key in answers:
-                    figure = {
-                        "model": name,
-                        "scheme": scheme,
-                        "choice": choice,
-                        "quantized": change((1, cell), (-1, stacked)),
-                    }
-                    if control.key in answers:
-                        figure[PLAIN] = change((1, control), (-1, Cell(PLAIN, "coverage", SHARES[0])))
-                    results["candidates"].append(figure)
+                if calibrated.key in answers:
+                    row["reduced_calibration"] = change((1, calibrated), (-1, both))
+                results["rows"].append(row)
+                for choice in ("random", *CANDIDATES, *SCORERS):
+                    pairs = {"quantized": (Cell(scheme, choice, share), both)}
+                    pairs[PLAIN] = Cell(PLAIN, control(choice, scheme), share), reduced
+                    figures = {part: change((1, a), (-1, b)) for part, (a, b) in pairs.items() if a.key in answers}
+                    if "quantized" in figures:
+                        start = {"model": name, "scheme": scheme, "keep": share, "choice": choice}
+                        results["candidates"].append(start | figures)
+                pairs = {"quantized": [Cell(scheme, choice, share) for choice in SCORERS]}
+                pairs[PLAIN] = [Cell(PLAIN, choice, share) for choice in SCORERS]
+                if all(cell.key in answers for cell in itertools.chain(*pairs.values())):
+                    figures = {part: change((1, joint), (-1, plain)) for part, (plain, joint) in pairs.items()}
+                    results["scorers"].append({"model": name, "scheme": scheme, "keep": share} | figures)
     return results
 
 
@@ -319,29 +361,38 @@ def _change(answers: Answers, clusters: Tensor, *signed: tuple[int, Cell]) -> di
 
 
 def render(results: dict[str, Any]) -> str:
-    """The docs' two tables: what quantizing and reducing cost alone and together, and candidates next to `coverage`."""
+    """The docs' tables: what quantizing and reducing cost alone and together, and other choices next to `coverage`."""
     lines = ["| model | format | kept | quantized | reduced | both | interaction | in nats | calibrated with fewer |"]
     lines.append("|---|---|---:|" + "---:|" * 6)
     for row in results["test"]["rows"]:
         parts = [_points(row[name]["points"]) for name in ("quantized", "reduced", "both", "interaction")]
-        nats = row["interaction"]["nats"]
-        parts += [f"{nats[0]:+.3f} ±{nats[1]:.3f}", _points(row["reduced_calibration"]["points"])]
-        start = [row["model"].removeprefix("demo-"), row["scheme"], f"{100 * row['keep']:g}%"]
-        lines.append("| " + " | ".join(start + parts) + " |")
-    columns: dict[str, dict[str, list[float]]] = {}
+        nats, calibrated = row["interaction"]["nats"], row.get("reduced_calibration")
+        parts += [f"{nats[0]:+.3f} ±{nats[1]:.3f}", _points(calibrated["points"]) if calibrated else ""]
+        lines.append(_line(row, row["scheme"], parts))
+    rows: dict[str, dict[str, str]] = {}
     for split in ("test", "validation"):
         for figure in results[split]["candidates"]:
-            for scheme in (figure["scheme"], PLAIN) if PLAIN in figure else (figure["scheme"],):
-                head = f"{figure['model'].removeprefix('demo-')} {scheme}, {split}"
-                columns.setdefault(head, {})[figure["choice"]] = figure[PLAIN if scheme == PLAIN else "quantized"][
-                    "points"
-                ]
-    names = [name for name in ("random", *CANDIDATES) if any(name in column for column in columns.values())]
-    lines += ["", "| choice at 30% | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    for name in names:
-        parts = [_points(column[name]) if name in column else "" for column in columns.values()]
-        lines.append("| " + " | ".join([name, *parts]) + " |")
+            for part, scheme in (("quantized", figure["scheme"]), (PLAIN, PLAIN)):
+                if part in figure:
+                    row = rows.setdefault(_line(figure, scheme, [split]), {})
+                    row[figure["choice"]] = _points(figure[part]["points"])
+    names = [name for name in ("random", *CANDIDATES, *SCORERS) if any(name in row for row in rows.values())]
+    lines += [
+        "",
+        "| model | format | kept | split | " + " | ".join(names) + " |",
+        "|---|---|---:|---|" + "---:|" * len(names),
+    ]
+    lines += [start + "".join(f" {row.get(name, '')} |" for name in names) for start, row in rows.items()]
+    for figure in results["test"]["scorers"]:
+        lines += ["", f"| model | format | kept | {' less '.join(reversed(SCORERS))} |", "|---|---|---:|---:|"]
+        for part, scheme in (("quantized", figure["scheme"]), (PLAIN, PLAIN)):
+            lines.append(_line(figure, scheme, [_points(figure[part]["points"])]))
     return "\n".join(lines)
+
+
+def _line(figure: dict[str, Any], scheme: str, parts: list[str]) -> str:
+    start = [figure["model"].removeprefix("demo-"), scheme, f"{100 * figure['keep']:g}%"]
+    return "| " + " | ".join(start + parts) + " |"
 
 
 def _points(points: list[float]) -> str:
@@ -350,26 +401,12 @@ def _points(points: list[float]) -> str:
     return f"{change:+.1f} ±{half:.1f}" + " *" * (abs(change) > half)
 
 
-def kept_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows measured so far on these questions."""
-    questions = (args.split, args.per_family)
-    return [row for row in paired.rows(args.rows) if (row["split"], row["per_family"]) == questions]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", type=Path, default=Path("out/joint.jsonl"), help="where answers are kept, a row a setting"
-    )
+    bench_reducers.flags(parser, RESULTS, 112)
     parser.add_argument("--work", type=Path, default=Path("out/joint"), help="folder for one checkpoint at a time")
-    parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--per-family", type=int, default=112, help="questions of each kind")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all that are there")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, help="default: all")
-    parser.add_argument("--candidates", nargs="*", choices=CANDIDATES, default=list(CANDIDATES))
-    parser.add_argument("--summarise", action="store_true", help="measure nothing, write RESULTS from ROWS as it is")
-    parser.add_argument("--render", action="store_true", help="print the docs' table of RESULTS")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--candidates", nargs="*", choices=[*CANDIDATES, *SCORERS], default=list(CANDIDATES))
     args = parser.parse_args()
     args.models = args.models or bench_reducers.askable(args.split)
     quiet_libraries()
@@ -379,7 +416,7 @@ def main() -> None:
         if not args.summarise:
             measure(args)
         samples = {name: bench_reducers.samples(name, args.split, args.per_family) for name in args.models}
-        results[args.split] = summarise(kept_rows(args), samples)
+        results[args.split] = summarise(bench_reducers.kept_rows(args), samples)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
     print(render(results))
     print(json.dumps(results["test"]["exact"]))

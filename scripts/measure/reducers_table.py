@@ -24,7 +24,7 @@ COLOURS = {  # rows of the picture -> colour (Okabe and Ito's)
     "divprune": "#56b4e9", "visionzip": "#cc79a7", "dart": "#000000",
 }  # fmt: skip
 MARKS = {"random": " o", "random_cached": " (o)"}  # no better than random at as many tokens, or as much cache
-SHOWN = (0.75, 0.5, 0.25, 1 / 9)  # shares in the tables
+SHOWN = (0.75, 0.5, 1 / 3, 0.25, 1 / 9)  # shares in the tables
 Row = dict[str, Any]
 
 

@@ -91,7 +91,7 @@ def enter_language_model(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> l
         raise _Entered
 
     model = vlm.model.float()
-    hook = language_model(vlm).register_forward_pre_hook(enter, with_kwargs=True)
+    hooks = [language_model(vlm).register_forward_pre_hook(enter, with_kwargs=True), *round_activations(model)]
     towers = [model.get_submodule(name) for name in vlm.spec.vision]
     for tower in towers:
         tower.forward = remembering(tower.forward)
@@ -107,7 +107,8 @@ def enter_language_model(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> l
         dropped = len(ids) - len(embeds)  # all of them before the last image ends
         shared = int(visual[-1]) + 1 - dropped if len(visual) else 0
         questions.append(Question(embeds, positions, answers - dropped, ids[answers + 1], shared))
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     for tower in towers:
         del tower.forward
     axes = max(
@@ -116,8 +117,8 @@ def enter_language_model(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> l
     return [replace(question, positions=question.positions.expand(*axes, -1)) for question in questions]
 
 
-def remembering(function: Callable) -> Callable:
-    """Wrap a function so that it does not compute recent results twice."""
+def remembering(function: Callable, recent: int = RECENT) -> Callable:
+    """Wrap a function so that it does not compute its `recent` last results twice."""
     results: dict[bytes, Any] = {}
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ def remembering(function: Callable) -> Callable:
             digest.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
         key = digest.digest()
         if key not in results:
-            if len(results) >= RECENT:
+            if len(results) >= recent:
                 results.clear()
             results[key] = function(*args, **kwargs)
         return copy.copy(results[key])  # families put other things into it
@@ -256,12 +257,13 @@ def input_format(module: nn.Module) -> ActFormat | None:
 
 
 def round_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Round inputs `x [..., in]` of a layer as an engine does; unchanged where they stay in 16 bits."""
+    """Round inputs `x [..., in]` of a layer as an engine does; unchanged where they stay in 16 bits. Gradients pass."""
     act = input_format(module)
     if act is None:
         return x
     scale = getattr(module, "input_global_scale", None) if act.nvfp4 else None
-    return numerics.round_activations(x.flatten(0, -2), act, scale).view_as(x)
+    rounded = numerics.round_activations(x.detach().flatten(0, -2), act, scale).view_as(x)
+    return x + (rounded - x).detach() if x.requires_grad else rounded  # straight-through
 
 
 def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor) -> dict[str, Tensor]:
@@ -286,6 +288,7 @@ def measure(original: Tensor, quantized: Tensor, label: Tensor, question: Tensor
 
 def load_quantized(folder: Path, like: VLM) -> VLM:
     """Load a compressed-tensors checkpoint with its weights dequantized to BF16, ready for `predictions`."""
+    from compressed_tensors.quantization import disable_quantization
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     with models.quiet_transformers():
@@ -293,6 +296,7 @@ def load_quantized(folder: Path, like: VLM) -> VLM:
         model, info = models.open_model(folder, dtype=torch.bfloat16, quantization_config=config)
     if lacking := sorted(map(str, info["missing_keys"])):
         raise ValueError(f"{folder} lacks {lacking[0]} and {len(lacking) - 1} more")
+    model.apply(disable_quantization)  # rounding inputs twice and weights again costs time and stops gradients
     return VLM(model.eval().requires_grad_(False), like.processor, like.spec, folder)
 
 

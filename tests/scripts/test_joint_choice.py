@@ -73,6 +73,7 @@ def rows_of(right: dict[Cell, str]) -> list[dict]:
 
 def test_figures_against_sums_written_out(tmp_path: Path) -> None:
     name = next(iter(joint_choice.CANDIDATES))
+    plain, joint = joint_choice.SCORERS
     right = {
         Cell(PLAIN, "all"): "1111",
         Cell(PLAIN, "coverage", 0.3): "1110",
@@ -81,27 +82,34 @@ def test_figures_against_sums_written_out(tmp_path: Path) -> None:
         Cell("MXFP4", "coverage", 0.3): "1000",
         Cell("MXFP4", "coverage", 0.3, reduced_calibration=True): "1100",
         Cell("MXFP4", name, 0.3): "1110",
+        Cell(PLAIN, plain, 0.3): "1111",
+        Cell(PLAIN, joint, 0.3): "1110",
+        Cell("NVFP4", "all"): "1111",
+        Cell("NVFP4", "coverage", 0.3): "1110",
+        Cell("NVFP4", plain, 0.3): "1110",
+        Cell("NVFP4", joint, 0.3): "1110",
     }
     questions = [Sample(str(number), [], "q", "a", "read") for number in range(4)]
     results = joint_choice.summarise(rows_of(right), {"demo-m": questions})
-    (row,), (figure,) = results["rows"], results["candidates"]
-    assert [row[part]["points"][0] for part in ("quantized", "reduced", "both", "reduced_calibration")] == [
-        -25,
-        -25,
-        -75,
-        25,
-    ]
+    (row, other), (figure, *learned), (scorers,) = results["rows"], results["candidates"], results["scorers"]
+    parts = ("quantized", "reduced", "both", "reduced_calibration")
+    assert [row[part]["points"][0] for part in parts] == [-25, -25, -75, 25] and "reduced_calibration" not in other
     # the differences by question are 0, -1, 0, 0: 1000 - 1101 - 1110 + 1111
     interaction = torch.tensor([0.0, -1, 0, 0])
     half = 196 * float(interaction.std(correction=0)) / 2
     assert row["interaction"]["points"] == [-25, pytest.approx(half, abs=0.01)]
     assert row["interaction"]["nats"][0] == 0.25
     assert figure["quantized"]["points"][0] == 50 and figure[PLAIN]["points"] == [0, 0]
+    assert [(each["choice"], each[PLAIN]["points"][0]) for each in learned] == [(plain, 25), (joint, 0)]
+    assert scorers[PLAIN]["points"][0] == -25 and scorers["quantized"]["points"][0] == 0
     text = joint_choice.render({"test": results, "validation": joint_choice.EMPTY})
     assert "| m | MXFP4 | 30% | -25.0 ±42.4 | -25.0 ±42.4 | -75.0 ±42.4 * | -25.0 ±42.4 |" in text
-    assert f"| {name} | +50.0 ±49.0 * | +0.0 ±0.0 |" in text
+    assert f"| model | format | kept | split | {name} | {plain} | {joint} |" in text
+    assert "| m | MXFP4 | 30% | test | +50.0 ±49.0 * |  |  |" in text
+    assert "| m | 16 bits | 30% | test | +0.0 ±0.0 | +25.0 ±42.4 | +0.0 ±0.0 |" in text
+    assert text.endswith("| m | NVFP4 | 30% | +0.0 ±0.0 |\n| m | 16 bits | 30% | -25.0 ±42.4 |")
 
 
 def test_settings_are_distinct() -> None:
-    keys = [cell.key for cell in joint_choice.cells(list(joint_choice.CANDIDATES))]
+    keys = [cell.key for cell in joint_choice.cells([*joint_choice.CANDIDATES, *joint_choice.SCORERS])]
     assert len(keys) == len(set(keys))
