@@ -1,8 +1,9 @@
 """GLM-OCR: the decoder of GLM-4.1V, and a tower like its own with norms on queries and keys.
 
 Published checkpoints have a draft head as the decoder's next block, 16, with an embedding and an output head of its own, which
-transformers ignores. Its tensors follow from vLLM's class (`models/glm_ocr_mtp.py`) and their numbers: transformers' class has
-510 of the 526 tensors, and the 1,325,258,240 numbers of all are those of the model and of 16 more for such a block.
+transformers ignores. Its tensors follow from vLLM's class (`models/glm_ocr_mtp.py`) and from sizes: a published checkpoint has
+526 tensors with 1,325,258,240 numbers (docs/GLM-OCR_model.md of github.com/zhutao100/GLM-OCR-Swift), transformers' class 510,
+and the difference is to the number such a block's.
 """
 
 from __future__ import annotations
