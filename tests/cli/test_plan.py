@@ -147,14 +147,29 @@ def test_absurd_towers(models, tmp_path, capsys, changed):
     assert code == 2 and not out and "vision_config." in error and error.count("\n") == 1
 
 
-def test_what_drafting_takes(tmp_path, capsys):
+@pytest.mark.parametrize(("family", "levels"), [("granite4-vision", 2), ("gemma3", 1)])
+def test_the_encoder_cache_holds_all_levels(family, levels, tmp_path, capsys):
+    """A Granite's decoder gets no row in the embedding's place, but one before each of two blocks."""
+    folder = tiny.build(family, tmp_path / family)
+    data = json.loads(run(capsys, folder, "--target", "h100", "--json")[1])
+    assert data["memory"]["encoder_cache"] == 8192 * 128 * 2 * levels
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "part"),
+    [
+        ("qwen3-5", {}, "mtp."),
+        ("glm-ocr", {"num_hidden_layers": 16, "num_nextn_predict_layers": 1}, ".layers.16."),
+    ],
+)
+def test_what_drafting_takes(family, text, part, tmp_path, capsys):
     """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
-    folder, bare = tiny.build("qwen3-5", tmp_path / "whole"), tmp_path / "bare"
+    folder, bare = tiny.build(family, tmp_path / "whole", **text), tmp_path / "bare"
     bare.mkdir()
     shutil.copy(folder / "config.json", bare)
     arguments = ("--images-per-request", "0", "--target", "h100", "--json")
     plain = json.loads(run(capsys, folder, *arguments)[1])
-    head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "mtp." in name)
+    head = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if part in name)
     for source in (folder, bare):
         drafting = json.loads(run(capsys, source, *arguments, "--speculative", "mtp")[1])
         # keys and values of one block with 2 heads of 32, in 16 bits
@@ -166,4 +181,4 @@ def test_what_drafting_takes(tmp_path, capsys):
     ngram = json.loads(run(capsys, folder, *arguments, "--speculative", "ngram:2")[1])
     assert ngram["memory"]["token_bytes"] == plain["memory"]["token_bytes"]
     states = [sum(group["states"] for group in row["memory"]["groups"]) for row in (plain, ngram)]
-    assert states[1] == states[0] + 2
+    assert states[1] == states[0] + (2 if states[0] else 0)  # of Gated DeltaNet's blocks

@@ -141,3 +141,19 @@ def test_vllm_loads_the_head(hybrid, tmp_path):
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):  # matrices are packed away on a CPU
         assert ours["sums"][f"model.{name}.weight"] == pytest.approx(float(stored[f"mtp.{name}.weight"].double().sum()))
     assert "no module or parameter named 'fc.weight'" in control["error"]
+
+
+@pytest.mark.engine
+def test_vllm_drafts_with_the_next_block(tmp_path):
+    """GLM-OCR's head, which is numbered on from the decoder's blocks: loaded, run, and answers stay the same."""
+    source = build("glm-ocr", tmp_path / "source", num_hidden_layers=16, num_nextn_predict_layers=1)
+    rtn.write(source, tmp_path / "out", rtn.SCHEMES["fp8"])
+    job = {"folder": str(tmp_path / "out"), "dtype": "float32", "max_tokens": 12}
+    plain, ours = asked("speculation", [job | {"speculative": setting} for setting in (None, MTP)])
+    assert ours.get("drafter") == "GlmOcrMTP", ours
+    stored, block = load_file(tmp_path / "out/model.safetensors"), "layers.16."
+    for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"):
+        sum_ = float(stored[f"model.language_model.{block}{name}.weight"].double().sum())
+        assert ours["sums"][f"model.{block}{name}.weight"] == pytest.approx(sum_)
+    assert ours["answers"] == plain["answers"]
+    assert ours["counted"]["vllm:spec_decode_num_draft_tokens"] > 0

@@ -151,6 +151,64 @@ def test_a_head_that_was_lost(source, tmp_path):
     assert not draft.ok and "there is no tensor mtp.*" in draft.detail
 
 
+BLOCK = "model.language_model.layers.16."  # GLM-OCR's head: the decoder's next block
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint whose head is numbered on from the decoder's blocks, and quantized ones of it by format."""
+    folder = tmp_path_factory.mktemp("numbered")
+    folders = {name: folder / name for name in ("source", "compressed-tensors", "awq", "gptq", "modelopt")}
+    build("glm-ocr", folders["source"], num_hidden_layers=16, num_nextn_predict_layers=1)
+    rtn.write(folders["source"], folders["compressed-tensors"], rtn.SCHEMES["w4-symmetric"])
+    rtn.write(folders["source"], folder / "fp8", rtn.SCHEMES["fp8"])
+    for name in ("awq", "gptq"):
+        convert(folders["compressed-tensors"], folders[name], name)
+    convert(folder / "fp8", folders["modelopt"], "modelopt")
+    return folders
+
+
+def test_a_head_that_is_the_next_block(numbered):
+    source = models.Source.of(numbered["source"])
+    tensors = load_file(numbered["source"] / "model.safetensors")
+    expected = {name for name in tensors if name.startswith(BLOCK)}
+    assert len(expected) == 16 and set(models.draft_tensors(source.spec, source.stored)) == expected
+    outline = models.Source.outline(numbered["source"]).stored
+    assert {name: outline[name] for name in expected} == {name: source.stored[name] for name in expected}
+    for name in ("compressed-tensors", "awq", "gptq", "modelopt"):
+        folder = numbered[name]
+        stored = load_file(folder / "model.safetensors")
+        assert all(torch.equal(stored[name], tensors[name]) for name in expected)
+        assert not {name for name in stored if name.startswith(BLOCK)} - expected
+        checks = diagnose(folder)
+        assert all(check.ok for check in checks)
+        (detail,) = (check.detail for check in checks if check.name == "draft")
+        assert detail.startswith(f"{BLOCK[:-1]}, a draft head: 16 tensors")
+    folder = numbered["compressed-tensors"]
+    _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_a_next_block_that_the_config_does_not_have(numbered, tmp_path):
+    def without(tensors, text):
+        del text["num_nextn_predict_layers"]
+
+    bad = edited(numbered["source"], tmp_path / "bad", without)
+    with pytest.raises(
+        UserError, match=r"16 tensors are of a head .*layers.16.*add .num_nextn_predict_layers.: 1 to its"
+    ):
+        quantize(resolve({"model": str(bad), "out": str(tmp_path / "out"), "scheme": "rtn"}).recipe)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["compressed-tensors", "awq", "gptq", "modelopt"])
+def test_vllm_takes_the_next_block_for_unquantized(numbered, name):
+    block = json.loads((numbered[name] / "config.json").read_text())["quantization_config"]
+    names = ["model.layers.16.self_attn.qkv_proj", "model.layers.16.mlp.down_proj", "model.layers.15.mlp.down_proj"]
+    (ours,) = asked("naming", [{"block": block, "names": names}])
+    assert ours["quantized"] == [False, False, True]
+
+
 def test_doctor_misses_the_entries(written, tmp_path):
     """The defect that vLLM dies of (issue 53387), and the literal that SGLang looks for."""
     folder = Path(shutil.copytree(written["compressed-tensors"], tmp_path / "out"))

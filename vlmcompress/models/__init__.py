@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         draft_fault,
         draft_lost,
         draft_modules,
+        draft_roots,
         draft_tensors,
         kept_draft,
         kept_modules,

@@ -248,9 +248,21 @@ def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
     return tuple(dict.fromkeys(forms))
 
 
-def draft_tensors(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
+def draft_roots(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
+    """The prefixes of the draft head's tensors in `stored`: none, one, or one of each block that the head numbers on."""
+    draft = spec.draft
+    if draft is None:
+        return []
+    if draft.joint:
+        shape = re.compile(rf"({re.escape(draft.prefix)}\.\d+)\.{draft.joint}\.weight")
+        return [match[1] for name in stored if (match := shape.fullmatch(name))]
+    return [draft.prefix] if any(name.startswith(f"{draft.prefix}.") for name in stored) else []
+
+
+def draft_tensors(spec: ModelSpec, stored: Collection[str]) -> list[str]:
     """The names in `stored` that belong to the draft head."""
-    return [name for name in stored if spec.draft and name.startswith(f"{spec.draft.prefix}.")]
+    roots = tuple(f"{root}." for root in draft_roots(spec, stored))
+    return [name for name in stored if name.startswith(roots)] if roots else []
 
 
 def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
@@ -266,8 +278,11 @@ def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
 
 
 def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
-    """The draft head as a part that stays in 16 bits; empty if the checkpoint has none."""
-    return [Kept((spec.draft.prefix,), True, draft=True)] if spec.draft and draft_tensors(spec, stored) else []
+    """The draft head as parts that stay in 16 bits; empty if the checkpoint has none."""
+    if spec.draft and spec.draft.joint:
+        old, new = spec.draft.prefix, spec.draft.engine
+        return [Kept((root, new + root.removeprefix(old)), True) for root in draft_roots(spec, stored)]
+    return [Kept((root,), True, draft=True) for root in draft_roots(spec, stored)]
 
 
 def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
@@ -275,9 +290,10 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
     names = draft_tensors(spec, stored)
     if not spec.draft or not names:
         return None
-    key, prefix, said = spec.draft.blocks, spec.draft.prefix, draft_blocks(spec, config)
-    blocks = len({match[1] for name in names if (match := re.match(rf"{prefix}\.layers\.(\d+)\.", name))})
-    what = f"{len(names)} tensors are of a head that drafts tokens ({prefix}.*)"
+    key, said, roots = spec.draft.blocks, draft_blocks(spec, config), draft_roots(spec, stored)
+    numbered = {match[1] for name in names if (match := re.match(rf"{roots[0]}\.layers\.(\d+)\.", name))}
+    blocks = len(roots if spec.draft.joint else numbered)
+    what = f"{len(names)} tensors are of a head that drafts tokens ({', '.join(f'{root}.*' for root in roots)})"
     if not said:
         part = "the top of it" if spec.draft.top else "its text_config"
         return f'{what}, but config.json has no such head; add "{key}": {blocks} to {part}, or remove them'
@@ -289,18 +305,18 @@ def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str,
     return None
 
 
-def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> str | None:
+def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> str | None:
     """A message if config.json has a draft head but the weight files do not; else None."""
     said = draft_blocks(spec, config)
     if not said or not spec.draft or draft_tensors(spec, stored):
         return None
     return (
-        f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.prefix}.*: the head that drafts "
+        f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.pattern}: the head that drafts "
         "tokens was lost when this checkpoint was saved; copy these tensors from the original to speculate with them"
     )
 
 
-def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> list[str]:
+def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> list[str]:
     """The warning for a checkpoint made from one that lost its draft head; empty for others."""
     lost = draft_lost(spec, config, stored)
     return [f"{lost}; the config written here says 0"] if lost else []
@@ -308,21 +324,32 @@ def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[s
 
 def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
     """Name -> type and shape of the draft head's tensors, from config.json alone: decoder blocks with attention, a matrix that
-    joins hidden state and embedding, and three norms."""
+    joins hidden state and embedding, and three norms; embedding and output head where it has them for itself."""
     count, text = draft_blocks(spec, config), meta_model.config.get_text_config()
     if not spec.draft or not count:
         return {}
     blocks: Any = meta_model.get_submodule(spec.layers)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
     block = blocks[kinds.index("full_attention") if "full_attention" in kinds else -1]
-    tensors = {f"layers.{i}.{name}": Spec.of(value) for i in range(count) for name, value in block.state_dict().items()}
-    norm = Spec(next(iter(tensors.values())).dtype, (text.hidden_size,))
+    inside = {name: Spec.of(value) for name, value in block.state_dict().items()}
+    norm = Spec(next(iter(inside.values())).dtype, (text.hidden_size,))
+    joint = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
+    if spec.draft.joint:
+        words = Spec(norm.dtype, (text.vocab_size, text.hidden_size))
+        inside |= {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+        inside |= {f"{name}.weight": words for name in ("embed_tokens", "shared_head.head")}
+        inside[f"{spec.draft.joint}.weight"] = joint
+        return {
+            f"{spec.draft.prefix}.{len(blocks) + i}.{name}": value
+            for i in range(count)
+            for name, value in inside.items()
+        }
+    tensors = {f"layers.{i}.{name}": value for i in range(count) for name, value in inside.items()}
     tensors |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    tensors["fc.weight"] = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
-    return {f"{spec.draft.prefix}.{name}": value for name, value in tensors.items()}
+    return {f"{spec.draft.prefix}.{name}": value for name, value in (tensors | {"fc.weight": joint}).items()}
 
 
-def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, Any]:
+def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
     """config.json's content, with 0 draft head blocks if the head's tensors are missing."""
     changed: Any = copy.deepcopy(dict(config))
     if spec.draft and draft_lost(spec, config, stored):

@@ -57,9 +57,7 @@ def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
             if not arguments:
                 continue
             returned = getattr(model.model, call)(**arguments)
-            output = returned.pooler_output
-            if output is None:  # Granite 4 Vision's for each block of the decoder that gets some, all of one shape
-                output = returned.deepstack_features[0][1]
+            output = vlm.spec.features(returned) if vlm.spec.features else returned.pooler_output
             features += sum(
                 rows.shape[:-1].numel() for rows in (output if isinstance(output, list | tuple) else [output])
             )

@@ -88,14 +88,24 @@ class DraftHead:
     """A head that drafts tokens for speculative decoding, for which transformers has no module.
 
     Attributes:
-        prefix: prefix of its tensors on disk and its modules in vLLM; also the method's name in vLLM.
+        prefix: prefix of its tensors on disk and of its modules in vLLM; with `joint` that of the decoder's blocks on disk.
         blocks: key in config.json with its number of decoder blocks.
         top: whether vLLM reads that key at the top of config.json; else in the text model's part.
+        joint: where the head's blocks are numbered on from the decoder's: the matrix that joins hidden state and embedding,
+            which they have alone; else empty.
+        engine: with `joint`, the prefix of the blocks' modules in vLLM.
     """
 
     prefix: str
     blocks: str
     top: bool = False
+    joint: str = ""
+    engine: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """What the names of its tensors look like, for messages."""
+        return f"{self.prefix}.*.{self.joint}" if self.joint else f"{self.prefix}.*"
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,10 @@ class ModelSpec:
         inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
             that read and those that write the residual stream.
         newlines: parameters outside the projector whose rows are inserted between visual tokens.
+        levels: function of config.json's content: the number of rows that the decoder gets of each visual token, in its
+            embedding's place or before some of its blocks; None: 1.
+        features: function of what transformers' `get_image_features` returns that picks the rows of one level; None:
+            `pooler_output`.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
         token_side: function of the model's config: side of the square of patches that merging, pixel shuffle or pooling joins
             into a visual token; None: 1.
@@ -214,6 +228,8 @@ class ModelSpec:
     float32: tuple[str, ...] = ()
     inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
     newlines: tuple[str, ...] = ()
+    levels: Callable[[Mapping[str, Any]], int] | None = None
+    features: Callable[[Any], Any] | None = None
     positions: Literal["1d", "mrope"] = "1d"
     visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
     kv_scales: bool = True

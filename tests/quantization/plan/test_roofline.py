@@ -89,6 +89,17 @@ def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
     assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
 
 
+def test_a_step_does_not_read_a_draft_head(checkpoint):
+    """Which is not among the loaded bytes either."""
+    model = read_served_model(checkpoint("qwen3-5"))
+    inner = model.meta_model.model.language_model
+    decoder = sum(p.numel() * p.itemsize for part in (inner.layers, inner.norm) for p in part.parameters())
+    head = model.meta_model.lm_head.weight
+    total = sum(spec.nbytes for name, spec in model.stored.items() if not name.startswith("mtp."))
+    about = roofline.bytes_read(model, total)
+    assert about.always == pytest.approx(decoder + head.numel() * head.itemsize)
+
+
 def test_bounds_by_hand():
     done, rates = Work(linear=3 * 10**12, attention=10**12, tower=10**12), {"bf16": 1000.0, "fp8": 2000.0}
     assert roofline.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)

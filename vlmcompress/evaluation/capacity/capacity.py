@@ -245,13 +245,10 @@ def _encoder_bytes(
     largest = max(counted.largest, 1)
     if request.reduce and left is not None and counted.tokens:
         largest = math.ceil(largest * left / counted.tokens)
-    vision, levels = model.config.get("vision_config") or {}, ("deepstack_layer_map", "spatial_target_layers")
-    # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger;
-    # DeepStack's levels are kept next to the embedding (`models/qwen3_vl.py`), or in its place (`models/granite4_vision.py`).
-    deepstack = sum(len(model.config.get(level) or ()) for level in levels)
-    deepstack = deepstack or 1 + len(vision.get("deepstack_visual_indexes") or ())
-    embeddings = max(defaults.batched, largest)
-    return embeddings * model.decoder.hidden * model.decoder.itemsize * deepstack
+    # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger. Of
+    # each it holds all levels (`models/qwen3_vl.py`, `models/granite4_vision.py`: `embed_multimodal`).
+    levels = model.pictures.levels(model.config) if model.pictures and model.pictures.levels else 1
+    return max(defaults.batched, largest) * model.decoder.hidden * model.decoder.itemsize * levels
 
 
 def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) -> int:

@@ -351,10 +351,11 @@ def _draft(subject: _Subject) -> str:
         why = f"would be read as quantized, first '{quantized[0]}', and engines would not start with speculation"
         raise UserError(f"{len(quantized)} layers of the draft head {why}; quantize again")
     literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
-    if reader is compressed_tensors and block["config_groups"] and literal not in block["ignore"]:
+    searched = reader is compressed_tensors and not spec.draft.joint
+    if searched and block["config_groups"] and literal not in block["ignore"]:
         raise UserError(f"ignore has no '{literal}', which SGLang searches for literally; quantize again, or add it")
     carried = size(sum(specs[name].nbytes for name in names))
-    return f"{spec.draft.prefix}, a draft head: {len(names)} tensors, {carried}, in 16 bits"
+    return f"{', '.join(models.draft_roots(spec, specs))}, a draft head: {len(names)} tensors, {carried}, in 16 bits"
 
 
 def _types(subject: _Subject) -> str:

@@ -6,6 +6,7 @@ a decoder block. The Q-Formers are projectors: they are not quantized.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,16 @@ def placeholders(config: Any) -> dict[str, Any]:
     }
 
 
+def levels(config: Mapping[str, Any]) -> int:
+    """Number of decoder blocks that get rows of each visual token."""
+    return sum(len(config.get(key) or ()) for key in ("deepstack_layer_map", "spatial_target_layers"))
+
+
+def features(output: Any) -> Any:
+    """The rows of the first of these blocks: those of all have one shape, and none is in the embedding's place."""
+    return output.deepstack_features[0][1]
+
+
 SPEC = ModelSpec(
     family="granite4-vision",
     model_types=("granite4_vision",),
@@ -61,6 +72,8 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     image_token="image_token_index",
     newlines=("model.image_newline",),
+    levels=levels,
+    features=features,
     layout=layout,
     placeholders=placeholders,
     image_processor=llava_next.image_processor,

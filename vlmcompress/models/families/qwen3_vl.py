@@ -6,6 +6,7 @@ The deepstack mergers are projectors: they are not quantized, even if the tower'
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, MlxClass, ModelSpec
@@ -23,6 +24,11 @@ def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, in
         max_pixels=limits["longest_edge"], temporal_factor=settings.temporal_patch_size,
     )  # fmt: skip
     return math.ceil(frames / 2), sides[0] // unit, sides[1] // unit
+
+
+def levels(config: Mapping[str, Any]) -> int:
+    """The embedding, and DeepStack's of some blocks of the tower."""
+    return 1 + len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
 
 
 SPEC = ModelSpec(
@@ -45,6 +51,7 @@ SPEC = ModelSpec(
     tower_blocks="Qwen3",
     positions="mrope",
     visual_grid="thw",
+    levels=levels,
     engine_prefixes=QWEN_ENGINE,
     engine_mapper=QWEN_ENGINE,
     tool_calls=("hermes", "<tool_call>"),

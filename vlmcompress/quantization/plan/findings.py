@@ -203,10 +203,10 @@ def _draft(plan: Plan) -> list[Finding]:
     if lost := models.draft_lost(source.spec, source.config, source.stored):
         return [Finding("speculation", True, f"{lost}; what quantize writes says 0")]
     names = models.draft_tensors(source.spec, source.stored)
-    if source.spec.draft is None or not names or models.draft_fault(source.spec, source.config, source.stored):
+    if not names or models.draft_fault(source.spec, source.config, source.stored):
         return []
     whole = size(sum(source.stored[name].nbytes for name in names))
-    title = f"{source.spec.draft.prefix}, a head that drafts tokens"
+    title = f"{', '.join(models.draft_roots(source.spec, source.stored))}, a head that drafts tokens"
     return [Finding("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
 
 
