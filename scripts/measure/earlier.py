@@ -28,8 +28,8 @@ def drafts(results: dict[str, Any]) -> list[str]:
     lines = ["| draft | " + " | ".join(entry["targets"]) + " |", "|---|" + "---:|" * len(plain)]
     for name, cells in rows.items():
         times = [
-            cell and cell["tokens_per_second"] / one["tokens_per_second"]
-            for cell, one in zip(cells, plain, strict=True)
+            cell and cell["tokens_per_second"] / baseline["tokens_per_second"]
+            for cell, baseline in zip(cells, plain, strict=True)
         ]
         texts = [f"{cell['length']:.2f}, {won:.2f}" if cell else "" for cell, won in zip(cells, times, strict=True)]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")

@@ -208,9 +208,9 @@ def ran(rows: list[dict[str, Any]]) -> list[str]:
     """Lines about what MLX itself ran, by `gptq-plus`."""
     differ = [row["mlx_logits"] for row in rows if "mlx_logits" in row]
     lines = [f"MLX's log-probabilities differed from transformers' by at most {max(differ):.1e}."] if differ else []
-    asked = [f"{row['mlx_as_expected']} of {row['mlx_asked']} ({row['model']})" for row in rows if "mlx_asked" in row]
+    answers = [f"{row['mlx_as_expected']} of {row['mlx_asked']} ({row['model']})" for row in rows if "mlx_asked" in row]
     text = "Asked questions with images, MLX itself was right or wrong as transformers was in"
-    return [*lines, f"{text} {', '.join(asked)}."] if asked else lines
+    return [*lines, f"{text} {', '.join(answers)}."] if answers else lines
 
 
 def main() -> None:
