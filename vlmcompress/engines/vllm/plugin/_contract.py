@@ -144,7 +144,6 @@ def _qwen(module: str, prefix: str) -> list[Reach]:
             f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
             overridden=True,
         ),
-        *_reaches(where, "what the family is made of", f"{prefix}DummyInputsBuilder"),
         *_reaches(
             where,
             "tokens are reduced after the encoder",
@@ -166,7 +165,6 @@ _GLM = [
         "Glm4vMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
         overridden=True,
     ),
-    *_reaches(f"{_MODELS}.glm4_1v", "what the family is made of", "Glm4vDummyInputsBuilder"),
     *_reaches(
         f"{_MODELS}.glm4_1v",
         "tokens are reduced after the encoder",
@@ -279,6 +277,9 @@ _SERVED = [
         "multimodal.registry",
         "a family's processor",
         "MultiModalRegistry.register_processor(processor, info, dummy_inputs)",
+        "_ProcessorFactories.info",
+        "_ProcessorFactories.processor",
+        "_ProcessorFactories.dummy_inputs",
     ),
     *_reaches("multimodal", "a family's processor", "MULTIMODAL_REGISTRY"),
     *_reaches("transformers_utils.processor", "sizes of images", "cached_processor_from_config(model_config)"),
@@ -294,6 +295,7 @@ _SERVED = [
         overridden=True,
     ),
     *_reaches(f"{_MODELS}.interfaces", "kept tokens keep their positions", "SupportsMRoPE.supports_mrope"),
+    *_reaches(f"{_MODELS}.interfaces", "a family's processor", "SupportsMultiModal._processor_factory"),
     *_reaches(
         f"{_MODELS}.interfaces", "words are embedded, tables lengthened", "SupportsMultiModal.get_language_model()"
     ),
@@ -340,8 +342,6 @@ _IDEFICS = [
     *_model(
         "idefics3",
         "Idefics3ForConditionalGeneration",
-        "Idefics3MultiModalProcessor",
-        "Idefics3DummyInputsBuilder",
         "Idefics3ProcessingInfo.get_num_image_tokens(image_width, image_height, processor, mm_kwargs)",
     ),
     *_reaches(
@@ -380,8 +380,7 @@ PARTS: dict[str, list[Reach]] = {
         ),
     ],
     "llava-next": [
-        *_model("llava_next", "LlavaNextForConditionalGeneration", "LlavaNextMultiModalProcessor"),
-        *_reaches(f"{_MODELS}.llava", "what the family is made of", "LlavaDummyInputsBuilder"),
+        *_model("llava_next", "LlavaNextForConditionalGeneration"),
         *_reaches(
             f"{_MODELS}.llava_next",
             "tokens are reduced after the projector",
@@ -391,8 +390,7 @@ PARTS: dict[str, list[Reach]] = {
         ),
     ],
     "llava-onevision": [
-        *_model("llava_onevision", "LlavaOnevisionForConditionalGeneration", "LlavaOnevisionDummyInputsBuilder"),
-        *_reaches(f"{_MODELS}.llava_onevision", "what the family is made of", "LlavaOnevisionMultiModalProcessor"),
+        *_model("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
         *_reaches("multimodal.parse", "the largest image", "ImageSize"),
         *_reaches(
             f"{_MODELS}.llava_onevision",
@@ -415,7 +413,6 @@ PARTS: dict[str, list[Reach]] = {
             "InternS1ForConditionalGeneration",
             "InternS1ForConditionalGeneration.video_context_token_id",
             "InternS1MultiModalProcessor",
-            "InternS1DummyInputsBuilder",
             "InternS1ProcessingInfo.get_max_image_tokens()",
         ),
         *_reaches(
@@ -430,22 +427,17 @@ PARTS: dict[str, list[Reach]] = {
     "idefics3": _IDEFICS,
     "smolvlm": [
         *_IDEFICS,
-        *_reaches(
-            f"{_MODELS}.smolvlm",
-            "what the family is made of",
-            "SmolVLMForConditionalGeneration",
-            "SmolVLMProcessingInfo",
-        ),
+        *_reaches(f"{_MODELS}.smolvlm", "what the family is made of", "SmolVLMForConditionalGeneration"),
     ],
     "qwen2-vl": _qwen("qwen2_vl", "Qwen2VL"),
     "qwen2-5-vl": _qwen("qwen2_5_vl", "Qwen2_5_VL"),
     "qwen3-vl": _QWEN3,
     "qwen3-vl-moe": [
         *_QWEN3,
-        *_model("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeProcessingInfo"),
+        *_model("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
     ],
-    "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ProcessingInfo")],
-    "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeProcessingInfo")],
+    "qwen3-5": [*_QWEN3, *_model("qwen3_5", "Qwen3_5ForConditionalGeneration")],
+    "qwen3-5-moe": [*_QWEN3, *_model("qwen3_5", "Qwen3_5MoeForConditionalGeneration")],
     "glm4v": _GLM,
     "glm4v-moe": [*_GLM, *_model("glm4_1v", "Glm4vMoeForConditionalGeneration")],
     "glm-ocr": [*_GLM, *_model("glm_ocr", "GlmOcrForConditionalGeneration")],
@@ -457,7 +449,6 @@ PARTS: dict[str, list[Reach]] = {
             "PaddleOCRVLMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
             overridden=True,
         ),
-        *_reaches(f"{_MODELS}.paddleocr_vl", "what the family is made of", "PaddleOCRVLDummyInputsBuilder"),
         *_reaches(
             f"{_MODELS}.paddleocr_vl",
             "tokens are reduced after the projector",
@@ -468,12 +459,6 @@ PARTS: dict[str, list[Reach]] = {
     ],
     "exaone4-5": [
         *_QWEN,
-        *_reaches(
-            f"{_MODELS}.exaone4_5",
-            "what the family is made of",
-            "Exaone4_5_ProcessingInfo",
-            "Exaone4_5_DummyInputsBuilder",
-        ),
         *_reaches(
             f"{_MODELS}.exaone4_5",
             "placeholders in the prompt are those of the tokens that are left",
@@ -490,14 +475,7 @@ PARTS: dict[str, list[Reach]] = {
         *_model("exaone4_5", "Exaone4_5_ForConditionalGeneration"),
     ],
     "cohere2-vision": [
-        *_model(
-            "cohere2_vision",
-            "Cohere2VisionForConditionalGeneration",
-            "Cohere2VisionProcessingInfo",
-            "Cohere2VisionMultiModalProcessor",
-            "Cohere2VisionDummyInputsBuilder",
-            adapters=False,
-        ),
+        *_model("cohere2_vision", "Cohere2VisionForConditionalGeneration", adapters=False),
         *_reaches(
             f"{_MODELS}.cohere2_vision",
             "tokens are reduced after the projector",

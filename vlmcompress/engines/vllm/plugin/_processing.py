@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import EmbeddingItems
 from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
@@ -94,6 +95,26 @@ class ReducedProcessor(ResumableProcessor):
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         mark = self.info.reducer.fingerprint
         return {modality: [f"{name}-{mark}" for name in names] for modality, names in hashes.items()}
+
+
+def register_processing(info: type, *processor: type) -> Callable[[Any], Any]:
+    """Decorate a reduced model: its processing is that of vLLM's model, with mixins put before vLLM's classes.
+
+    Args:
+        info: mixin of the processing info.
+        processor: mixins of the processor.
+    """
+
+    def register(model: Any) -> Any:
+        # vllm/model_executor/models/interfaces.py::SupportsMultiModal._processor_factory is what vLLM registered for its model.
+        vllm = model._processor_factory
+        return MULTIMODAL_REGISTRY.register_processor(
+            type("Processor", (*processor, vllm.processor), {}),
+            info=type("Info", (info, vllm.info), {}),
+            dummy_inputs=vllm.dummy_inputs,
+        )(model)
+
+    return register
 
 
 FIELD = "kept_tokens"

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLMultiModalProcessor,
-)
+from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
@@ -37,8 +35,8 @@ class Qwen3Info(QwenInfo):
         return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 
 
-class Qwen3Processor(ViewsProcessor, QwenProcessor, Qwen3VLMultiModalProcessor):
-    """vLLM's processor of all these families, with a placeholder for each kept token."""
+class Qwen3Processor(ViewsProcessor, QwenProcessor):
+    """Mixin of a processor: a placeholder for each kept token, and for each of the text in a video."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Keep an image's first placeholders; a video has one for each of its tokens, including text."""

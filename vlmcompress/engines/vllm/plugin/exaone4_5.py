@@ -6,16 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-from vllm.model_executor.models.exaone4_5 import (
-    Exaone4_5_DummyInputsBuilder,
-    Exaone4_5_ForConditionalGeneration,
-    Exaone4_5_MultiModalProcessor,
-    Exaone4_5_ProcessingInfo,
-)
-from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.model_executor.models.exaone4_5 import Exaone4_5_ForConditionalGeneration
 
 from vlmcompress.engines.vllm.plugin._positions import DIMS, PlainRope
-from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, register_processing
 from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, ReducedQwen
 from vlmcompress.reduction.methods import Grid
 
@@ -23,19 +17,15 @@ ARCHITECTURE = "Exaone4_5_ForConditionalGeneration"
 SIGNALS = ("features", "query")
 
 
-class Info(ImagesInfo, Exaone4_5_ProcessingInfo):
-    """vLLM's processing info of the family, with the counts of reduced images."""
-
-
-class Processor(QwenProcessor, Exaone4_5_MultiModalProcessor):
-    """vLLM's processor of the family, with a placeholder for each kept token."""
+class Processor(QwenProcessor):
+    """Mixin of the processor: text continues behind an image's tokens, however wide it is."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Select from the `full` placeholders of an image those that remain; text continues after all of them."""
         return Placeholders(full[: self.info.reducer.count(grid)], positions=len(full))
 
 
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Exaone4_5_DummyInputsBuilder)
+@register_processing(ImagesInfo, Processor)
 class VlmcompressExaone4_5_ForConditionalGeneration(ReducedQwen, PlainRope, Exaone4_5_ForConditionalGeneration):  # type: ignore[misc]
     """vLLM's model of the family, with a reducer after its encoder."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from vllm.model_executor.models.glm4_1v import Glm4vDummyInputsBuilder, Glm4vForConditionalGeneration
-from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
 
-from vlmcompress.engines.vllm.plugin._glm import GlmInfo, GlmProcessor
-from vlmcompress.engines.vllm.plugin._qwen import ReducedQwen
+from vlmcompress.engines.vllm.plugin._processing import register_processing
+from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, ReducedQwen
 
 ARCHITECTURE = "Glm4vForConditionalGeneration"
 SIGNALS = ("features", "query")
 
 
-@MULTIMODAL_REGISTRY.register_processor(GlmProcessor, info=GlmInfo, dummy_inputs=Glm4vDummyInputsBuilder)
+@register_processing(ImagesInfo, QwenProcessor)
 class VlmcompressGlm4vForConditionalGeneration(ReducedQwen, Glm4vForConditionalGeneration):
     """vLLM's model of the family, with a reducer after its encoder."""

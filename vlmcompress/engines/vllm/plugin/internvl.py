@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.models.interns1 import (
-    InternS1DummyInputsBuilder,
     InternS1ForConditionalGeneration,
     InternS1MultiModalProcessor,
     InternS1ProcessingInfo,
 )
-from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
-from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, register_processing
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 from vlmcompress.reduction.hooks.units import Reduced, join_reductions, tile
 from vlmcompress.reduction.methods import Grid
@@ -93,7 +91,7 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
         return Placeholders([visual] * rest, positions=len(content.full))
 
 
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=InternS1DummyInputsBuilder)
+@register_processing(Info, Processor)
 class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForConditionalGeneration):
     """vLLM's model of the family, with a reducer in its encoder or after the projector."""
 

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.model_executor.models.llava import LlavaDummyInputsBuilder
-from vllm.model_executor.models.llava_next import (
-    LlavaNextForConditionalGeneration,
-    LlavaNextMultiModalProcessor,
-    LlavaNextProcessingInfo,
-)
-from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
+from vlmcompress.engines.vllm.plugin._processing import register_processing
 
 ARCHITECTURE = "LlavaNextForConditionalGeneration"
 SIGNALS = ("features", "query")
 
 
-class Info(LlavaInfo, LlavaNextProcessingInfo):
-    """vLLM's processing info of the family, with the counts of reduced images."""
-
-
-class Processor(LlavaProcessor, LlavaNextMultiModalProcessor):
-    """vLLM's processor of the family, with cache keys that depend on the reducer."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
+@register_processing(LlavaInfo, LlavaProcessor)
 class VlmcompressLlavaNextForConditionalGeneration(LlavaShaped, LlavaNextForConditionalGeneration):
     """vLLM's model of the family, with a reducer after the projector."""
 

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from vllm.model_executor.models.llava_onevision import (
-    LlavaOnevisionDummyInputsBuilder,
     LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionMultiModalProcessor,
     LlavaOnevisionProcessingInfo,
 )
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.parse import ImageSize
 
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt
+from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
@@ -93,11 +91,7 @@ def fitting(height: int, width: int, patch: float) -> Iterator[ImageSize]:
         yield ImageSize(math.ceil(column * patch), height)
 
 
-class Processor(LlavaProcessor, LlavaOnevisionMultiModalProcessor):
-    """vLLM's processor of the family, with cache keys that depend on the reducer."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaOnevisionDummyInputsBuilder)
+@register_processing(Info, LlavaProcessor)
 class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevisionForConditionalGeneration):
     """vLLM's model of the family, with a reducer after the projector and the pooling."""
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from vllm.model_executor.models.paddleocr_vl import (
-    PaddleOCRVLDummyInputsBuilder,
-    PaddleOCRVLForConditionalGeneration,
-    PaddleOCRVLMultiModalProcessor,
-    PaddleOCRVLProcessingInfo,
-)
-from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.model_executor.models.paddleocr_vl import PaddleOCRVLForConditionalGeneration
 
+from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, ReducedQwen
 
 ARCHITECTURE = "PaddleOCRVLForConditionalGeneration"
 SIGNALS = ("features", "query")
 
 
-class Info(ImagesInfo, PaddleOCRVLProcessingInfo):
-    """vLLM's processing info of the family, with the counts of reduced images."""
-
-
-class Processor(QwenProcessor, PaddleOCRVLMultiModalProcessor):
-    """vLLM's processor of the family, with a placeholder for each kept token."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=PaddleOCRVLDummyInputsBuilder)
+@register_processing(ImagesInfo, QwenProcessor)
 class VlmcompressPaddleOCRVLForConditionalGeneration(ReducedQwen, PaddleOCRVLForConditionalGeneration):
     """vLLM's model of the family, with a reducer after its projector."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLDummyInputsBuilder,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessingInfo,
-)
-from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
+from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
@@ -16,10 +12,6 @@ SIGNALS = ("features", "query", "views")
 VIDEOS = True
 
 
-class Info(Qwen3Info, Qwen3VLProcessingInfo):
-    """vLLM's processing info of the family, with the counts of reduced images and videos."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Info, dummy_inputs=Qwen3VLDummyInputsBuilder)
+@register_processing(Qwen3Info, Qwen3Processor)
 class VlmcompressQwen3VLForConditionalGeneration(ReducedQwen3, Qwen3VLForConditionalGeneration):
     """vLLM's Qwen3-VL with a reducer after its encoder, which reads the last layer's features, not deepstack's."""
