@@ -23,12 +23,18 @@ class Parser(argparse.ArgumentParser):
     def add_argument(
         self, *names: Any, aliases: Iterable[str] = (), mistaken_for: Iterable[str] = (), **settings: Any
     ) -> argparse.Action:
-        """Add a flag as argparse does.
+        """Add a flag as argparse does. A default that is a number or text sets its type and ends its help.
 
         Args:
             aliases: hidden alternative spellings, such as those of other tools.
             mistaken_for: flags of other tools; errors about them suggest this one.
         """
+        default = settings.get("default")
+        plain = isinstance(default, int | float | str) and not isinstance(default, bool)
+        if plain and default not in ("", argparse.SUPPRESS):
+            settings.setdefault("type", type(default))
+            if "default:" not in settings["help"]:
+                settings["help"] += f"; default: {default}"
         action = super().add_argument(*names, **settings)
         for alias in aliases:
             self._option_string_actions[alias] = action
@@ -130,14 +136,10 @@ def restartable(parser: argparse.ArgumentParser) -> None:
 def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: str) -> None:
     """Add the flags of a training run; `lr`: the default learning rate as the help shows it."""
     for flag, letter, about in (("steps", "N", "maximum steps"), ("batch", "B", "samples per step")):
-        parser.add_argument(
-            f"--{flag}", type=int, metavar=letter, default=defaults[flag], help=f"{about}; default: {defaults[flag]}"
-        )
+        parser.add_argument(f"--{flag}", metavar=letter, default=defaults[flag], help=about)
     parser.add_argument("--lr", type=float, default=float(lr), help=f"peak learning rate; default: {lr}")
     every = defaults["every"]
-    parser.add_argument(
-        "--every", type=int, metavar="N", default=every, help=f"steps between measurements; default: {every}"
-    )
+    parser.add_argument("--every", metavar="N", default=every, help="steps between measurements")
 
 
 def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
@@ -216,7 +218,7 @@ def devices(args: argparse.Namespace) -> int:
 
 def tensor_parallel(parser: Parser, about: str) -> None:
     """Add the flag of the number of devices that share the model; `about`: its help."""
-    parser.add_argument("--tp", aliases=["--tensor-parallel-size"], type=int, default=1, metavar="N", help=about)
+    parser.add_argument("--tp", aliases=["--tensor-parallel-size"], default=1, metavar="N", help=about)
 
 
 def data(parser: Parser, samples: str = "128") -> None:

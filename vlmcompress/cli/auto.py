@@ -24,12 +24,8 @@ def options(parser: Parser) -> None:
     parser.add_argument("-o", "--out", metavar="DIR", default=none, required=True, help="folder of the search")
     parser.add_argument("--images", metavar="FOLDER", required=True, help="images like those that the model will see")
     parser.add_argument("--prompts", metavar="FILE", help="questions about them, one per line; default: six short ones")
-    parser.add_argument(
-        "--min-agreement", type=float, default=0.9, metavar="SHARE", help="answers that must not change; default: 0.9"
-    )
-    parser.add_argument(
-        "--most", type=int, default=MOST, metavar="N", help=f"maximum number of images; default: {MOST}"
-    )
+    parser.add_argument("--min-agreement", default=0.9, metavar="SHARE", help="answers that must not change")
+    parser.add_argument("--most", default=MOST, metavar="N", help="maximum number of images")
     parser.add_argument("--seed", type=int, metavar="S", default=none, help="random seed; default: 0")
     search.objective_flags(parser)
     parser.epilog = (

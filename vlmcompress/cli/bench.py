@@ -23,10 +23,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", help="the candidate's folder")
     parser.add_argument("--baseline", metavar="MODEL", required=True, help="the original")
     parser.add_argument(
-        "--load",
-        default="closed:8",
-        metavar="KIND:N",
-        help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson); default: closed:8",
+        "--load", default="closed:8", metavar="KIND:N", help="closed:CLIENTS or rate:REQUESTS_PER_SECOND (Poisson)"
     )
     parser.add_argument("--requests", type=int, metavar="N", help="requests per burst; default: enough for the load")
     parser.add_argument(
@@ -39,8 +36,8 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--sizes", default="", metavar="WxH,...", help="sizes to scale images to, or to generate images in"
     )
-    parser.add_argument("--out-tokens", type=int, default=32, metavar="N", help="tokens per answer; default: 32")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="bursts per side; default: 3")
+    parser.add_argument("--out-tokens", default=32, metavar="N", help="tokens per answer")
+    parser.add_argument("--repeats", default=3, metavar="N", help="bursts per side")
     parser.add_argument(
         "--slo", metavar="LIMITS", help="limits for goodput in milliseconds, e.g. ttft=200,tpot=50,e2e=2000"
     )
@@ -49,9 +46,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     _flags.speculation(parser, "OUT drafts tokens", baseline=True)
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of generated images, their order and arrivals; default: 0"
-    )
+    parser.add_argument("--seed", default=0, metavar="S", help="of generated images, their order and arrivals")
     _flags.judging(parser)
 
 

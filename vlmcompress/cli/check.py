@@ -22,7 +22,7 @@ PLACE = 11
 
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
-    _flags.tensor_parallel(parser, "devices that share the model; default: 1")
+    _flags.tensor_parallel(parser, "devices that share the model")
     parser.add_argument(
         "--engine",
         help=f"{', '.join(list(readers.ENGINES)[:-1])} or {list(readers.ENGINES)[-1]}; default: one that reads the format",

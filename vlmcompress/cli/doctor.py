@@ -36,9 +36,7 @@ def options(parser: Parser) -> None:
         metavar="DATA",
         help="images and questions to ask with --engine; default: drawn images",
     )
-    parser.add_argument(
-        "--seed", type=int, metavar="S", default=0, help="of the choice and of drawn images; default: 0"
-    )
+    parser.add_argument("--seed", metavar="S", default=0, help="of the choice and of drawn images")
     parser.epilog = (
         "Without --engine, only files are examined. With it, the engine and transformers answer the same questions, and\n"
         "token counts, probabilities of first tokens and texts are compared, for vLLM also with its caches."

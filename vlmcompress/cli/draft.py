@@ -41,19 +41,9 @@ def options(parser: Parser) -> None:
     _flags.training(parser, DEFAULTS, lr="1e-3")
     parser.set_defaults(lr=None)  # which --from decides
     parser.add_argument(
-        "--answer-tokens",
-        type=int,
-        metavar="N",
-        default=DEFAULTS["answer_tokens"],
-        help="maximum tokens of an answer of MODEL to train on; default: 128",
+        "--answer-tokens", metavar="N", default=128, help="maximum tokens of an answer of MODEL to train on"
     )
-    parser.add_argument(
-        "--vocabulary",
-        type=int,
-        metavar="N",
-        default=DEFAULTS["vocabulary"],
-        help="maximum size of the draft's vocabulary; default: 32000",
-    )
+    parser.add_argument("--vocabulary", metavar="N", default=32000, help="maximum size of the draft's vocabulary")
     parser.add_argument(
         "--kind",
         choices=("eagle3", "medusa"),
@@ -75,9 +65,8 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--block-size",
-        type=int,
         metavar="N",
-        default=DEFAULTS["block_size"],
+        default=16,
         help="tokens per block of vLLM's cache; --images drops whole blocks; default: 16, the smallest on GPUs",
     )
     parser.add_argument(

@@ -50,10 +50,7 @@ def options(parser: Parser) -> None:
         "default: auto, which depends on the baseline's first answers",
     )
     parser.add_argument(
-        "--engine",
-        default="vllm",
-        metavar="NAME",
-        help="vllm, hf, llamacpp, openvino, mlx or openai:URL; default: vllm",
+        "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino, mlx or openai:URL"
     )
     parser.add_argument("--baseline-engine", metavar="NAME", help="default: the same engine")
     parser.add_argument(
@@ -67,11 +64,7 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="maximum number of questions per suite")
     parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="of the questions that --limit chooses, and of few-shot examples; default: 0",
+        "--seed", default=0, metavar="S", help="of the questions that --limit chooses, and of few-shot examples"
     )
     _flags.judging(parser)
     _flags.restartable(parser)

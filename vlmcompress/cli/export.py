@@ -75,5 +75,5 @@ def converting(parser: argparse.ArgumentParser, default: str | None = None) -> N
     about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
     parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)
     parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file; default: 5GB")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file")
     parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")

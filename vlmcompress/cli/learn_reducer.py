@@ -23,12 +23,7 @@ DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "h
 def options(parser: Parser) -> None:
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
-    parser.add_argument(
-        "--keep",
-        metavar="SHARE",
-        default="0.25",
-        help="share of an image's tokens to train for; default: 0.25",
-    )
+    parser.add_argument("--keep", metavar="SHARE", default="0.25", help="share of an image's tokens to train for")
     parser.add_argument(
         "--to",
         type=float,
@@ -37,9 +32,7 @@ def options(parser: Parser) -> None:
     )
     _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
-    parser.add_argument(
-        "--hidden", type=int, metavar="H", default=DEFAULTS["hidden"], help="width of the network; default: 64"
-    )
+    parser.add_argument("--hidden", metavar="H", default=DEFAULTS["hidden"], help="width of the network")
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "FILE")
     parser.epilog = (

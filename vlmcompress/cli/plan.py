@@ -34,11 +34,7 @@ def options(parser: Parser) -> None:
     parser.add_argument("--target", type=_flags.target_name, help="machine to serve on; see vlmcompress list targets")
     _flags.tensor_parallel(parser, "devices that share the model (tensor parallel)")
     parser.add_argument(
-        "--image-size",
-        aliases=["--image"],
-        default="1024x1024",
-        metavar="WxH",
-        help="size of an image; default: 1024x1024",
+        "--image-size", aliases=["--image"], default="1024x1024", metavar="WxH", help="size of an image"
     )
     parser.add_argument(
         "--images-per-request", aliases=["--images"], type=int, metavar="N", help="default: 1, or 0 with --video"
@@ -47,14 +43,11 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--text-tokens",
         aliases=["--text"],
-        type=int,
         default=256,
         metavar="N",
-        help="text tokens per request, chat template included; default: 256",
+        help="text tokens per request, chat template included",
     )
-    parser.add_argument(
-        "--out-tokens", aliases=["--out"], type=int, default=256, metavar="N", help="tokens per answer; default: 256"
-    )
+    parser.add_argument("--out-tokens", aliases=["--out"], default=256, metavar="N", help="tokens per answer")
     parser.add_argument(
         "--reduce", metavar="METHOD[:KEEP]", help="compare with a visual-token reducer, e.g. coverage:0.5"
     )

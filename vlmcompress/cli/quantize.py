@@ -33,7 +33,7 @@ PLACE = 21
 
 def options(parser: Parser) -> None:
     _flags.recipe(parser)
-    _flags.tensor_parallel(parser, "devices that share the model; refuse what vLLM cannot split; default: 1")
+    _flags.tensor_parallel(parser, "devices that share the model; refuse what vLLM cannot split")
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights, write nothing")
     _flags.resumable(parser, "OUT")
 

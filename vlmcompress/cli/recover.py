@@ -38,9 +38,7 @@ def options(parser: Parser) -> None:
         help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
         "default: projector,norms,lora",
     )
-    parser.add_argument(
-        "--rank", type=int, metavar="R", default=DEFAULTS["rank"], help="rank of the adapters; default: 8"
-    )
+    parser.add_argument("--rank", metavar="R", default=DEFAULTS["rank"], help="rank of the adapters")
     _flags.training(parser, DEFAULTS, lr="2e-4")
     _flags.settings(parser, "calibrate.max_length, engine, shard_size or trust_remote_code")
     _flags.resumable(parser, "OUT")

@@ -14,7 +14,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", metavar="DIR", nargs="+", help="folder with a results.json, from eval or bench --report"
     )
-    parser.add_argument("-o", "--out", metavar="FOLDER", default="report", help="folder to write; default: report")
+    parser.add_argument("-o", "--out", metavar="FOLDER", default="report", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
 
 

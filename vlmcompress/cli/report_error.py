@@ -22,7 +22,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one: show what changed from OUT to OTHER")
     parser.add_argument("-o", "--out", metavar="FILE", help="write a page with heat maps; .html")
     parser.add_argument(
-        "--top", type=int, metavar="N", default=TOP_LAYERS, help=f"layers in the table; default: {TOP_LAYERS}; 0: all"
+        "--top", metavar="N", default=TOP_LAYERS, help=f"layers in the table; default: {TOP_LAYERS}; 0: all"
     )
     parser.add_argument("--stats", metavar="STATS", help="measure the errors with these statistics; needs --model")
     parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")

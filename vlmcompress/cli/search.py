@@ -42,13 +42,7 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument("--confirm", metavar="TEST", help="other questions, asked once and only of the winner")
     objective_flags(parser)
-    parser.add_argument(
-        "--max-drop",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="allowed loss of accuracy (the floor); default: 0.01",
-    )
+    parser.add_argument("--max-drop", default=0.01, metavar="SHARE", help="allowed loss of accuracy (the floor)")
     parser.add_argument(
         "--space", metavar="FILE", help="recipe keys and values to try; default: all that the target runs"
     )
@@ -61,9 +55,7 @@ def options(parser: Parser) -> None:
 def objective_flags(parser: Parser) -> None:
     """Add the flags of the objective and the search, shared with `auto`."""
     _flags.target(parser)
-    parser.add_argument(
-        "--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost; default: throughput"
-    )
+    parser.add_argument("--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost")
     parser.add_argument(
         "--speed", default="", metavar="HOW", help="measured (in vLLM here) or modelled (from the target's rates)"
     )
@@ -72,20 +64,16 @@ def objective_flags(parser: Parser) -> None:
         aliases=["--image"],
         default="448x448",
         metavar="WxH",
-        help="of a typical request, for modelled speed; default: 448x448",
+        help="of a typical request, for modelled speed",
     )
-    parser.add_argument(
-        "--out-tokens", type=int, default=32, metavar="N", help="tokens of a typical answer; default: 32"
-    )
+    parser.add_argument("--out-tokens", default=32, metavar="N", help="tokens of a typical answer")
     parser.add_argument(
         "--price", type=float, metavar="PER_HOUR", help="price of the machine, for the cost of 1,000 requests"
     )
     parser.add_argument(
         "--max-time", aliases=["--budget"], metavar="TIME", help="time limit of the search, like 30m or 2h"
     )
-    parser.add_argument(
-        "--engine", default="vllm", metavar="NAME", help="engine that answers: vllm or hf; default: vllm"
-    )
+    parser.add_argument("--engine", default="vllm", metavar="NAME", help="engine that answers: vllm or hf")
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="distribute candidates over a Ray cluster: auto, HOST:PORT or local"
     )

@@ -16,13 +16,11 @@ PASSES_ON = "vllm serve"
 def options(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder of the checkpoint, or of the original")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, only this machine")
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+    parser.add_argument("--port", default=8000, help="default: 8000")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
+    parser.add_argument("--images-per-request", aliases=["--images"], default=4, metavar="N", help="at most")
     parser.add_argument(
-        "--images-per-request", aliases=["--images"], type=int, default=4, metavar="N", help="at most; default: 4"
-    )
-    parser.add_argument(
-        "--videos-per-request", aliases=["--videos"], type=int, default=0, metavar="N", help="at most; default: none"
+        "--videos-per-request", aliases=["--videos"], default=0, metavar="N", help="at most; default: none"
     )
     parser.add_argument("--engine", choices=("vllm", "mlx"), help="default: the one that reads OUT, or else vllm")
     _flags.speculation(parser, "speculative decoding")

@@ -20,7 +20,7 @@ def options(parser: Parser) -> None:
     none = argparse.SUPPRESS
     _flags.model(parser)
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .json")
-    parser.add_argument("--keep", metavar="SHARE", default="1/3", help="average share of tokens to keep; default: 1/3")
+    parser.add_argument("--keep", metavar="SHARE", default="1/3", help="average share of tokens to keep")
     parser.add_argument("--calib", metavar="DATA", default=none, help="folder of images, .jsonl, .parquet or data set")
     _flags.rows(parser)
     parser.add_argument("--samples", type=int, metavar="N", default=none, help="calibration samples; default: 128")
