@@ -130,7 +130,7 @@ class MlxClass:
     fewer_tokens: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One family of vision-language models.
 
@@ -205,13 +205,13 @@ class ModelSpec:
 
     family: str
     model_types: tuple[str, ...]
-    layers: str
+    layers: str = "model.language_model.layers"
     groups: tuple[LinearGroup, ...]
     vision: tuple[str, ...]
     projector: tuple[str, ...]
     vision_layers: str
     vision_groups: tuple[LinearGroup, ...]
-    image_token: str
+    image_token: str = "image_token_id"
     layout: Cut
     placeholders: Callable[[Any], dict[str, Any]] | None = None
     image_processor: Callable[[Any], Any] | None = None

@@ -47,13 +47,11 @@ def sizes(processor: Any) -> Any:
 SPEC = ModelSpec(
     family="cohere2-vision",
     model_types=("cohere2_vision",),
-    layers="model.language_model.layers",
     groups=(replace(QKV, smooth=()), ATTENTION_OUT, replace(GATE_UP, smooth=()), DOWN),
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_id",
     layout=layout,
     placeholders=placeholders,
     sizes=sizes,

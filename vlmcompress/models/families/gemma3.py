@@ -49,7 +49,6 @@ def token_side(config: Any) -> int:
 SPEC = ModelSpec(
     family="gemma3",
     model_types=("gemma3",),
-    layers="model.language_model.layers",
     groups=(
         QKV,
         ATTENTION_OUT,

@@ -57,7 +57,6 @@ def sizes(processor: Any) -> list[ImageSetting]:
 SPEC = ModelSpec(
     family="gemma4",
     model_types=("gemma4",),
-    layers="model.language_model.layers",
     groups=(
         QKV,
         LinearGroup("o", ("self_attn.o_proj",)),
@@ -79,7 +78,6 @@ SPEC = ModelSpec(
         LinearGroup("down", ("mlp.down_proj.linear",)),
     ),
     vision_whole=True,
-    image_token="image_token_id",
     layout=layout,
     placeholders=placeholders,
     sizes=sizes,

@@ -33,7 +33,6 @@ def sizes(processor: Any) -> list[ImageSetting]:
 SPEC = ModelSpec(
     family="glm4v",
     model_types=("glm4v",),
-    layers="model.language_model.layers",
     groups=(
         QKV,
         ATTENTION_OUT,
@@ -49,7 +48,6 @@ SPEC = ModelSpec(
         LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("norm2",), fused=True),
         LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
     ),
-    image_token="image_token_id",
     layout=layout,
     placeholders=qwen2_vl.placeholders,
     sizes=sizes,

@@ -64,7 +64,6 @@ SPEC = ModelSpec(
     projector=("model.connector",),
     vision_layers="model.vision_model.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_id",
     layout=layout,
     placeholders=placeholders,
     sizes=sizes,

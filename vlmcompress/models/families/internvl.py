@@ -65,13 +65,11 @@ def token_side(config: Any) -> int:
 SPEC = ModelSpec(
     family="internvl",
     model_types=("internvl",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layer",
     vision_groups=(),
-    image_token="image_token_id",
     layout=layout,
     placeholders=placeholders,
     image_processor=image_processor,

@@ -68,7 +68,6 @@ def sizes(processor: Any) -> list[ImageSetting]:
 SPEC = ModelSpec(
     family="lfm2-vl",
     model_types=("lfm2_vl",),
-    layers="model.language_model.layers",
     groups=(
         LinearGroup("conv_in", ("conv.in_proj",), ("operator_norm",)),
         LinearGroup("conv_out", ("conv.out_proj",)),
@@ -85,7 +84,6 @@ SPEC = ModelSpec(
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_id",
     inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     layout=layout,
     placeholders=placeholders,

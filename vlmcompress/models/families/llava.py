@@ -55,7 +55,6 @@ def image_processor(config: Any) -> Any:
 SPEC = ModelSpec(
     family="llava",
     model_types=("llava",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),

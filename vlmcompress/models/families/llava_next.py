@@ -66,7 +66,6 @@ def image_processor(config: Any) -> Any:
 SPEC = ModelSpec(
     family="llava-next",
     model_types=("llava_next",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),

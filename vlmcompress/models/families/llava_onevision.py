@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from vlmcompress.models._images import square_patches
-from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
 from vlmcompress.models.families import llava_next
 
 
@@ -22,25 +22,13 @@ def video(processor: Any, frames: int, width: int, height: int) -> tuple[int, in
     return frames, side, side
 
 
-SPEC = ModelSpec(
+SPEC = replace(
+    llava_next.SPEC,
     family="llava-onevision",
     model_types=("llava_onevision",),
-    layers="model.language_model.layers",
-    groups=LLAMA,
-    vision=("model.vision_tower",),
-    projector=("model.multi_modal_projector",),
-    vision_layers="model.vision_tower.encoder.layers",
-    vision_groups=CLIP,
-    image_token="image_token_index",
-    newlines=("model.image_newline",),
-    layout=llava_next.layout,
     placeholders=placeholders,
-    image_processor=llava_next.image_processor,
-    sizes=llava_next.sizes,
     video=video,
-    visual_grid="anyres",
     vision_units="resized",
-    engine_prefixes=LLAVA_ENGINE,
-    engine_mapper=LLAVA_MAPPER,
-    hub_prefixes=LLAVA_ENGINE,
+    vision_joint=None,
+    merging_towers=(),
 )

@@ -37,7 +37,6 @@ def sizes(processor: Any) -> list[ImageSetting]:
 SPEC = ModelSpec(
     family="mistral3",
     model_types=("mistral3",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),

@@ -24,13 +24,11 @@ def layout(processor: Any, width: int, height: int, images: int) -> Layout:
 SPEC = ModelSpec(
     family="paddleocr-vl",
     model_types=("paddleocr_vl",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.visual",),
     projector=("model.projector",),
     vision_layers="model.visual.vision_model.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_id",
     layout=layout,
     placeholders=qwen2_vl.placeholders,
     sizes=qwen2_vl.sizes,

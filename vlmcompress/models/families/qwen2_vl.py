@@ -70,7 +70,6 @@ def video_settings(processor: Any, kind: Any) -> Any:
 SPEC = ModelSpec(
     family="qwen2-vl",
     model_types=("qwen2_vl",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.visual",),
     projector=("model.visual.merger",),
@@ -81,7 +80,6 @@ SPEC = ModelSpec(
         LinearGroup("fc1", ("mlp.fc1",), ("norm2",)),
         LinearGroup("fc2", ("mlp.fc2",)),
     ),
-    image_token="image_token_id",
     layout=layout,
     placeholders=placeholders,
     image_processor=image_processor,
