@@ -30,7 +30,7 @@ class Reach:
         module: module below `vllm`.
         what: `Class.attribute`, `name`; or with the arguments of our calls, `Class.method(a, b)`.
         why: its purpose.
-            ours: whether vLLM calls our override, which takes exactly these arguments.
+        overridden: whether vLLM calls our override, which takes exactly these arguments.
     """
 
     module: str
@@ -58,8 +58,9 @@ class Reach:
         return None
 
 
-def _reaches(module: str, why: str, *names: str, overridden: bool = False) -> list[Reach]:
-    return [Reach(module, what, why, overridden) for what in names]
+def _reaches(module: str, why: str, *names: str, ours: Iterable[str] = ()) -> list[Reach]:
+    """Dependencies on one module for one purpose. `ours`: methods of vLLM that ours override (`Reach.overridden`)."""
+    return [Reach(module, what, why) for what in names] + [Reach(module, what, why, True) for what in ours]
 
 
 _MODELS = "model_executor.models"
@@ -68,28 +69,35 @@ _COMPRESSED = "model_executor.layers.quantization.compressed_tensors"
 _FORWARD = "forward(input_ids, positions, intermediate_tensors, inputs_embeds)"
 
 
-def _model(module: str, name: str, *parts: str, adapters: bool = True) -> list[Reach]:
+def _model(
+    module: str,
+    name: str,
+    *parts: str,
+    images: str = "_process_image_input(image_input)",
+    graphs: bool = False,
+    adapters: bool = True,
+) -> list[Reach]:
     """A family's class, for what all families need: the mixins before it, `_loading`, `_positions` and `_asking`.
 
-    `adapters`: whether vLLM's class takes some.
+    `images`: its method that makes rows of images, which are reduced there; `graphs`, `adapters`: whether vLLM's class records
+    its encoder's CUDA graphs, and takes adapters.
     """
+    where = f"{_MODELS}.{module}"
     tokens = f"{name}.get_mm_lora_token_counts(modality, mm_kwargs, num_mm_embeds)"
+    recorded = (f"{name}.get_encoder_cudagraph_config()",) if graphs else ()
     return [
         *_reaches(
-            f"{_MODELS}.{module}",
+            where,
             "places of tokens come out of the encoder's rows, and into positions",
-            f"{name}.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
-            f"{name}.{_FORWARD}",
-            f"{name}.embed_multimodal()",
-            overridden=True,
+            ours=(
+                f"{name}.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
+                f"{name}.{_FORWARD}",
+                f"{name}.embed_multimodal()",
+            ),
         ),
-        *_reaches(
-            f"{_MODELS}.{module}",
-            "an adapter in the encoder gets the full image",
-            *([tokens] if adapters else []),
-            overridden=True,
-        ),
-        *_reaches(f"{_MODELS}.{module}", "what the family is made of", name, *parts),
+        *_reaches(where, "an adapter in the encoder gets the full image", ours=(tokens,) if adapters else ()),
+        *_reaches(where, "tokens are reduced after the encoder", ours=(f"{name}.{images}", *recorded)),
+        *_reaches(where, "what the family is made of", name, *parts),
     ]
 
 
@@ -124,35 +132,30 @@ _QWEN = [
     *_reaches(
         f"{_MODELS}.qwen2_vl",
         "placeholders in the prompt are those of the tokens that are left",
-        "Qwen2VLProcessingInfo.get_supported_mm_limits()",
-        "Qwen2VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
-        overridden=True,
+        ours=(
+            "Qwen2VLProcessingInfo.get_supported_mm_limits()",
+            "Qwen2VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
+        ),
     ),
 ]
 
 
 def _qwen(module: str, prefix: str) -> list[Reach]:
     """A Qwen family: its processing, its model."""
-    where = f"{_MODELS}.{module}"
+    where, model = f"{_MODELS}.{module}", f"{prefix}ForConditionalGeneration"
     size = "image_width, image_height, num_frames, do_resize, image_processor, mm_kwargs, modality"
     return [
         *_QWEN,
         *_reaches(
             where,
             "placeholders in the prompt are those of the tokens that are left",
-            f"{prefix}ProcessingInfo._get_vision_info({size})",
-            f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-            overridden=True,
+            ours=(
+                f"{prefix}ProcessingInfo._get_vision_info({size})",
+                f"{prefix}MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            ),
         ),
-        *_reaches(
-            where,
-            "tokens are reduced after the encoder",
-            f"{prefix}ForConditionalGeneration._process_image_input(image_input)",
-            f"{prefix}ForConditionalGeneration._process_video_input(video_input)",
-            f"{prefix}ForConditionalGeneration.get_encoder_cudagraph_config()",
-            overridden=True,
-        ),
-        *_model(module, f"{prefix}ForConditionalGeneration", f"{prefix}ForConditionalGeneration.visual"),
+        *_reaches(where, "tokens are reduced after the encoder", ours=(f"{model}._process_video_input(video_input)",)),
+        *_model(module, model, f"{model}.visual", graphs=True),
     ]
 
 
@@ -160,28 +163,16 @@ _GLM = [
     *_reaches(
         f"{_MODELS}.glm4_1v",
         "placeholders in the prompt are those of the tokens that are left",
-        "Glm4vProcessingInfo._get_vision_info(image_width, image_height, num_frames, do_resize, max_image_pixels)",
-        "Glm4vProcessingInfo.get_supported_mm_limits()",
-        "Glm4vMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-        overridden=True,
+        ours=(
+            "Glm4vProcessingInfo._get_vision_info(image_width, image_height, num_frames, do_resize, max_image_pixels)",
+            "Glm4vProcessingInfo.get_supported_mm_limits()",
+            "Glm4vMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+        ),
     ),
-    *_reaches(
-        f"{_MODELS}.glm4_1v",
-        "tokens are reduced after the encoder",
-        "Glm4vForConditionalGeneration._process_image_input(image_input)",
-        "Glm4vForConditionalGeneration.get_encoder_cudagraph_config()",
-        overridden=True,
-    ),
-    *_model("glm4_1v", "Glm4vForConditionalGeneration"),
+    *_model("glm4_1v", "Glm4vForConditionalGeneration", graphs=True),
 ]
 _QWEN3 = [
     *_qwen("qwen3_vl", "Qwen3VL"),
-    *_reaches(
-        f"{_MODELS}.qwen3_vl",
-        "a video's timestamps stay between what is left of its frames",
-        "Qwen3VLProcessingInfo.get_max_video_tokens(seq_len, mm_counts)",
-        overridden=True,
-    ),
     *_reaches(
         f"{_MODELS}.qwen3_vl",
         "a video's timestamps stay between what is left of its frames",
@@ -189,6 +180,7 @@ _QWEN3 = [
         "Qwen3VLMultiModalProcessor.get_video_repl(tokens_per_frame, timestamps, tokenizer, vision_start_token_id, "
         "vision_end_token_id, video_token_id)",
         "Qwen3VLForConditionalGeneration._tokenizer",
+        ours=("Qwen3VLProcessingInfo.get_max_video_tokens(seq_len, mm_counts)",),
     ),
     *_reaches(f"{_MODELS}.qwen3_vl", "deepstack adds nothing to it", "Qwen3VLForConditionalGeneration.multiscale_dim"),
 ]
@@ -200,34 +192,37 @@ _SERVED = [
         "_ModelRegistry.register_model(model_arch, model_cls)",
     ),
     *_reaches(f"{_MODELS}", "reduced architectures have names of their own", "ModelRegistry"),
-    *_reaches(f"{_MODELS}.config", "a checkpoint is looked at when it is loaded", "MODELS_CONFIG_MAP"),
     *_reaches(
         f"{_MODELS}.config",
         "a checkpoint is looked at when it is loaded",
-        "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
-        "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
-        overridden=True,
+        "MODELS_CONFIG_MAP",
+        ours=(
+            "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
+            "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
+        ),
     ),
     *_reaches("transformers_utils.config", "plain RoPE runs through M-RoPE", "uses_mrope(config)"),
     *_reaches("utils.platform_utils", "indices go to the device without a wait", "is_pin_memory_available()"),
     *_reaches(
         "multimodal.processing",
         "processors say which tokens are left",
-        "BaseMultiModalProcessor.apply(inputs, timing_ctx)",
-        "BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
-        "BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-        "BaseMultiModalProcessor._maybe_apply_prompt_updates(mm_items, mm_res)",
-        "BaseMultiModalProcessor._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)",
-        "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
-        "BaseProcessingInfo.get_mm_max_tokens_per_item(seq_len, mm_counts)",
-        overridden=True,
+        ours=(
+            "BaseMultiModalProcessor.apply(inputs, timing_ctx)",
+            "BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+            "BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            "BaseMultiModalProcessor._maybe_apply_prompt_updates(mm_items, mm_res)",
+            "BaseMultiModalProcessor._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)",
+            "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+            "BaseProcessingInfo.get_mm_max_tokens_per_item(seq_len, mm_counts)",
+        ),
     ),
     *_reaches(
         "multimodal.processing",
         "names of images in caches say which reducer made them, and which image stays",
-        "BaseMultiModalProcessor._get_mm_hashes(inputs)",
-        "BaseMultiModalProcessor._get_cache_missing_processor_kwargs(inputs, mm_is_cached)",
-        overridden=True,
+        ours=(
+            "BaseMultiModalProcessor._get_mm_hashes(inputs)",
+            "BaseMultiModalProcessor._get_cache_missing_processor_kwargs(inputs, mm_is_cached)",
+        ),
     ),
     *_reaches(
         "multimodal.processing",
@@ -250,9 +245,11 @@ _SERVED = [
         "PromptUpdateDetails.is_embed",
     ),
     *_reaches(
-        "multimodal.processing.processor", "placeholders are shortened", "MultiModalProcessingResult.prompt_updates"
+        "multimodal.processing.processor",
+        "placeholders are shortened",
+        "MultiModalProcessingResult.prompt_updates",
+        "ResolvedPromptUpdate.content",
     ),
-    *_reaches("multimodal.processing.processor", "placeholders are shortened", "ResolvedPromptUpdate.content"),
     *_reaches(
         "multimodal.inputs",
         "an image's fields go with it, and stay on the CPU",
@@ -291,10 +288,9 @@ _SERVED = [
     *_reaches(
         f"{_MODELS}.interfaces",
         "kept tokens keep their positions",
-        "SupportsMRoPE.get_mrope_input_positions(input_tokens, mm_features)",
-        overridden=True,
+        "SupportsMRoPE.supports_mrope",
+        ours=("SupportsMRoPE.get_mrope_input_positions(input_tokens, mm_features)",),
     ),
-    *_reaches(f"{_MODELS}.interfaces", "kept tokens keep their positions", "SupportsMRoPE.supports_mrope"),
     *_reaches(f"{_MODELS}.interfaces", "a family's processor", "SupportsMultiModal._processor_factory"),
     *_reaches(
         f"{_MODELS}.interfaces", "words are embedded, tables lengthened", "SupportsMultiModal.get_language_model()"
@@ -343,13 +339,7 @@ _IDEFICS = [
         "idefics3",
         "Idefics3ForConditionalGeneration",
         "Idefics3ProcessingInfo.get_num_image_tokens(image_width, image_height, processor, mm_kwargs)",
-    ),
-    *_reaches(
-        f"{_MODELS}.idefics3",
-        "tokens are reduced after the projector",
-        "Idefics3ForConditionalGeneration._process_image_input(image_input)",
-        "Idefics3ForConditionalGeneration.get_encoder_cudagraph_config()",
-        overridden=True,
+        graphs=True,
     ),
 ]
 
@@ -361,12 +351,6 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.llava",
             "tokens are reduced before the projector or after it",
-            "LlavaForConditionalGeneration._process_image_input(image_input)",
-            overridden=True,
-        ),
-        *_reaches(
-            f"{_MODELS}.llava",
-            "tokens are reduced before the projector or after it",
             "LlavaForConditionalGeneration._process_image_pixels(inputs)",
             "LlavaForConditionalGeneration.multi_modal_projector",
             "LlavaMultiModalProcessor",
@@ -375,18 +359,15 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.llava",
             "placeholders in the prompt are those of the tokens that are left",
-            "LlavaProcessingInfo.get_num_image_tokens(image_width, image_height)",
-            overridden=True,
+            ours=("LlavaProcessingInfo.get_num_image_tokens(image_width, image_height)",),
         ),
     ],
     "llava-next": [
         *_model("llava_next", "LlavaNextForConditionalGeneration"),
         *_reaches(
             f"{_MODELS}.llava_next",
-            "tokens are reduced after the projector",
-            "LlavaNextForConditionalGeneration._process_image_input(image_input)",
-            "LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",
-            overridden=True,
+            "placeholders in the prompt are those of the tokens that are left",
+            ours=("LlavaNextProcessingInfo.get_num_image_tokens(image_width, image_height)",),
         ),
     ],
     "llava-onevision": [
@@ -395,13 +376,13 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.llava_onevision",
             "tokens are reduced after the projector",
-            "LlavaOnevisionForConditionalGeneration._process_image_input(image_input)",
-            "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
-            "LlavaOnevisionProcessingInfo.get_num_video_tokens(image_width, image_height, num_frames)",
-            "LlavaOnevisionProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
-            "LlavaOnevisionProcessingInfo.get_image_size_with_most_features()",
-            "LlavaOnevisionProcessingInfo.get_supported_mm_limits()",
-            overridden=True,
+            ours=(
+                "LlavaOnevisionForConditionalGeneration._process_video_pixels(inputs)",
+                "LlavaOnevisionProcessingInfo.get_num_video_tokens(image_width, image_height, num_frames)",
+                "LlavaOnevisionProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
+                "LlavaOnevisionProcessingInfo.get_image_size_with_most_features()",
+                "LlavaOnevisionProcessingInfo.get_supported_mm_limits()",
+            ),
         ),
     ],
     "internvl": [
@@ -414,14 +395,15 @@ PARTS: dict[str, list[Reach]] = {
             "InternS1ForConditionalGeneration.video_context_token_id",
             "InternS1MultiModalProcessor",
             "InternS1ProcessingInfo.get_max_image_tokens()",
+            images="_process_vision_input(image_input)",
         ),
         *_reaches(
             f"{_MODELS}.interns1",
             "tokens are reduced after the projector",
-            "InternS1ForConditionalGeneration._process_vision_input(image_input)",
-            "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
-            "InternS1ProcessingInfo.get_supported_mm_limits()",
-            overridden=True,
+            ours=(
+                "InternS1ProcessingInfo.get_num_frames_with_most_features(seq_len, mm_counts)",
+                "InternS1ProcessingInfo.get_supported_mm_limits()",
+            ),
         ),
     ],
     "idefics3": _IDEFICS,
@@ -445,15 +427,10 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.paddleocr_vl",
             "placeholders in the prompt are those of the tokens that are left",
-            "PaddleOCRVLProcessingInfo.get_supported_mm_limits()",
-            "PaddleOCRVLMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-            overridden=True,
-        ),
-        *_reaches(
-            f"{_MODELS}.paddleocr_vl",
-            "tokens are reduced after the projector",
-            "PaddleOCRVLForConditionalGeneration._process_image_input(image_input)",
-            overridden=True,
+            ours=(
+                "PaddleOCRVLProcessingInfo.get_supported_mm_limits()",
+                "PaddleOCRVLMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            ),
         ),
         *_model("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", adapters=False),
     ],
@@ -462,26 +439,14 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.exaone4_5",
             "placeholders in the prompt are those of the tokens that are left",
-            "Exaone4_5_MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
-            overridden=True,
+            ours=(
+                "Exaone4_5_MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+            ),
         ),
-        *_reaches(
-            f"{_MODELS}.exaone4_5",
-            "tokens are reduced after the encoder",
-            "Exaone4_5_ForConditionalGeneration._process_image_input(image_input)",
-            "Exaone4_5_ForConditionalGeneration.get_encoder_cudagraph_config()",
-            overridden=True,
-        ),
-        *_model("exaone4_5", "Exaone4_5_ForConditionalGeneration"),
+        *_model("exaone4_5", "Exaone4_5_ForConditionalGeneration", graphs=True),
     ],
     "cohere2-vision": [
         *_model("cohere2_vision", "Cohere2VisionForConditionalGeneration", adapters=False),
-        *_reaches(
-            f"{_MODELS}.cohere2_vision",
-            "tokens are reduced after the projector",
-            "Cohere2VisionForConditionalGeneration._process_image_input(image_input)",
-            overridden=True,
-        ),
     ],
     "drafts that see images, and fixed EAGLE drafts": [
         *_reaches(
@@ -516,16 +481,6 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             "v1.spec_decode.eagle",
             "the draft's rows and slots",
-            "EagleProposer.set_inputs_first_pass(target_token_ids, next_token_ids, target_positions, target_hidden_states, "
-            "token_indices_to_sample, cad, num_rejected_tokens_gpu)",
-            "EagleProposer.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)",
-            "EagleProposer._update_positions_dependent_metadata(positions, common_attn_metadata, batch_size, "
-            "input_batch_size, block_size)",
-            overridden=True,
-        ),
-        *_reaches(
-            "v1.spec_decode.eagle",
-            "the draft's rows and slots",
             "EagleProposer._get_positions(num_tokens)",
             *(
                 f"EagleProposer.{name}"
@@ -533,6 +488,13 @@ PARTS: dict[str, list[Reach]] = {
                     *("input_ids", "hidden_states", "positions", "inputs_embeds", "block_size", "max_num_tokens"),
                     *("uses_mrope", "draft_model_config", "max_model_len", "hidden_size"),
                 )
+            ),
+            ours=(
+                "EagleProposer.set_inputs_first_pass(target_token_ids, next_token_ids, target_positions, target_hidden_states, "
+                "token_indices_to_sample, cad, num_rejected_tokens_gpu)",
+                "EagleProposer.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)",
+                "EagleProposer._update_positions_dependent_metadata(positions, common_attn_metadata, batch_size, "
+                "input_batch_size, block_size)",
             ),
         ),
         *_reaches(
@@ -551,11 +513,12 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_MODELS}.llama_eagle3",
             "the head",
-            "Eagle3LlamaForCausalLM(vllm_config, prefix)",
-            "Eagle3LlamaForCausalLM.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
-            overridden=True,
+            "Eagle3LlamaForCausalLM.config",
+            ours=(
+                "Eagle3LlamaForCausalLM(vllm_config, prefix)",
+                "Eagle3LlamaForCausalLM.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
+            ),
         ),
-        *_reaches(f"{_MODELS}.llama_eagle3", "the head", "Eagle3LlamaForCausalLM.config"),
     ],
     "the number of threads after n-grams": _reaches("v1.spec_decode.ngram_proposer", "numba's pool", "get_num_threads"),
     "LLaVA-OneVision's videos of different lengths": _reaches(
@@ -570,8 +533,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",
             "its reading of a checkpoint",
-            "CompressedTensorsWNA16MoEMethod(weight_quant, input_quant, moe, layer_name)",
-            overridden=True,
+            ours=("CompressedTensorsWNA16MoEMethod(weight_quant, input_quant, moe, layer_name)",),
         ),
         *_reaches(
             "model_executor.layers.fused_moe",
@@ -587,9 +549,10 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_LINEAR}.mixed_precision.cpu",
             "its reading of a checkpoint, and its product",
-            "CPUWNA16LinearKernel.process_weights_after_loading(layer)",
-            "CPUWNA16LinearKernel.apply_weights(layer, x, bias)",
-            overridden=True,
+            ours=(
+                "CPUWNA16LinearKernel.process_weights_after_loading(layer)",
+                "CPUWNA16LinearKernel.apply_weights(layer, x, bias)",
+            ),
         ),
         *_reaches(
             f"{_LINEAR}.mixed_precision.cpu",
@@ -609,8 +572,7 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_COMPRESSED}.compressed_tensors_embedding",
             "rows are looked up without Triton",
-            "_dequant_gather_triton(ids, weight_packed, weight_scale, hidden, num_bits)",
-            overridden=True,
+            ours=("_dequant_gather_triton(ids, weight_packed, weight_scale, hidden, num_bits)",),
         ),
         *_reaches("triton_utils", "rows are looked up without Triton", "HAS_TRITON"),
     ],
@@ -621,11 +583,12 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_LINEAR}.scaled_mm.pytorch",
             "the form of a kernel",
-            "TorchFP8ScaledMMLinearKernel.can_implement(c)",
-            "TorchFP8ScaledMMLinearKernel.get_output_padding()",
-            "TorchFP8ScaledMMLinearKernel.process_weights_after_loading(layer)",
-            "TorchFP8ScaledMMLinearKernel.apply_scaled_mm(A, B, out_dtype, As, Bs, bias, output_shape)",
-            overridden=True,
+            ours=(
+                "TorchFP8ScaledMMLinearKernel.can_implement(c)",
+                "TorchFP8ScaledMMLinearKernel.get_output_padding()",
+                "TorchFP8ScaledMMLinearKernel.process_weights_after_loading(layer)",
+                "TorchFP8ScaledMMLinearKernel.apply_scaled_mm(A, B, out_dtype, As, Bs, bias, output_shape)",
+            ),
         ),
         *_reaches(
             f"{_LINEAR}.scaled_mm.pytorch",
@@ -643,11 +606,12 @@ PARTS: dict[str, list[Reach]] = {
         *_reaches(
             f"{_LINEAR}.mxfp4.base",
             "the form of a kernel",
-            "MxFp4LinearKernel.is_supported(compute_capability)",
-            "MxFp4LinearKernel.can_implement(config)",
-            "MxFp4LinearKernel.process_weights_after_loading(layer)",
-            "MxFp4LinearKernel.apply_weights(layer, x, bias)",
-            overridden=True,
+            ours=(
+                "MxFp4LinearKernel.is_supported(compute_capability)",
+                "MxFp4LinearKernel.can_implement(config)",
+                "MxFp4LinearKernel.process_weights_after_loading(layer)",
+                "MxFp4LinearKernel.apply_weights(layer, x, bias)",
+            ),
         ),
         *_reaches("model_executor.layers.quantization.utils.quant_utils", "the form of inputs", "kMxfp4Dynamic"),
     ],
