@@ -142,7 +142,7 @@ class Candidate(ReducerChoice):
     def module(self) -> ModuleType:
         def reduce(signals: Signals, options: coverage.Options) -> Reduction:
             assert signals.features is not None
-            return Reduction.keep(self.choose(signals.features, coverage.budget(signals.grid, options)), signals.n)
+            return Reduction.keep(self.choose(signals.features, options.budget(signals.grid)), signals.n)
 
         module = ModuleType("candidate")
         vars(module).update(vars(coverage) | {"reduce": reduce})

@@ -74,7 +74,7 @@ class DraftImages:
         if self.rows == "none":
             least = 0
         elif isinstance(self.rows, ReducerChoice):
-            least = self.rows.module.budget((1, 1, end - start), self.rows.options)
+            least = self.rows.options.budget((1, 1, end - start))
         else:
             return 0
         return max(0, min((end - start - least) // block, end // block - -(-start // block)))

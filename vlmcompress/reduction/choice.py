@@ -115,11 +115,11 @@ class ReducerChoice:
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
         """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
         if self.module.STAGE != "llm":
-            count = self.module.budget(grid, self.options)
+            count = self.options.budget(grid)
             return None if count is None else [count] * blocks
         counts = [math.prod(grid)] * blocks
         for layer, options in self.options.drops(blocks):
-            count = self.module.budget(grid, options)
+            count = options.budget(grid)
             if count is None:
                 return None
             counts[layer:] = [count] * (blocks - layer)

@@ -186,7 +186,7 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
         )
     least, most = count_bounds(config, module)
-    if module.COUNT == "fixed" and module.budget((1, 1, most), options) < least:
+    if module.COUNT == "fixed" and options.budget((1, 1, most)) < least:
         raise UserError(
             f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
             f"leave {least}; choose at least keep={least / most:.3g}"

@@ -160,7 +160,7 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
             return None
         return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
     grids = _grids(counted, chosen)
-    left = [chosen.module.budget(grid, chosen.options) for grid in grids]
+    left = [chosen.options.budget(grid) for grid in grids]
     if None in left:
         return None
     return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))

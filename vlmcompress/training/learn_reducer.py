@@ -233,7 +233,7 @@ class _Training:
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
         """The tokens kept for their score, and those kept to cover the image."""
         options = learned.Options(keep=keep)
-        return learned.choose(values, features, learned.budget(grid, options), options.cover)
+        return learned.choose(values, features, options.budget(grid), options.cover)
 
     @torch.no_grad()
     def _measured(self, gates: Sequence[Gate]) -> float:

@@ -23,7 +23,7 @@ def test_pool_is_average_pooling(window, grid):
     means = F.avg_pool2d(image, chosen.sides, ceil_mode=True, count_include_pad=False)
     result = run("pool", s, chosen)
     torch.testing.assert_close(result.apply(s.features), means.permute(0, 2, 3, 1).flatten(0, 2))
-    assert len(result.anchor) == pool.budget(grid, chosen) and (result.target >= 0).all()
+    assert len(result.anchor) == chosen.budget(grid) and (result.target >= 0).all()
 
 
 def test_a_window_stands_where_its_middle_is():
@@ -56,7 +56,7 @@ def test_coverage_adds_what_covers_most(keep, temperature):
     """Oracle: every candidate tried in every step, in float64. Rounding decides between those that are as good to 1e-5."""
     s = signals((1, 5, 6))
     scores, kept = slow_scores(s.features, temperature), []
-    count = coverage.budget(s.grid, coverage.Options(keep=keep))
+    count = coverage.Options(keep=keep).budget(s.grid)
     for token in cover(coverage.represented(s.features, temperature), count).tolist():
         best = max(covered(scores, [*kept, j]) for j in range(30) if j not in kept)
         kept.append(token)

@@ -33,7 +33,7 @@ def slow(features, count):
 def test_the_determinant_is_raised_most(keep, grid):
     """48 tokens of 12 dimensions: at half of them most lie in the span of the others, but for what is their own."""
     s, chosen = signals(grid), cdpruner.Options(keep=keep)
-    expected = slow(s.features, cdpruner.budget(grid, chosen))
+    expected = slow(s.features, chosen.budget(grid))
     assert run("cdpruner", s, chosen).anchor.tolist() == sorted(expected)
 
 

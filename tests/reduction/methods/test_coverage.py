@@ -41,7 +41,7 @@ class Slow:
 def test_always_the_token_that_adds_most(keep, temperature):
     """Oracle: every candidate tried in every step."""
     s, chosen = signals((1, 5, 6)), coverage.Options(keep=keep, temperature=temperature)
-    expected = Slow(s.features, chosen).greedy(coverage.budget(s.grid, chosen))
+    expected = Slow(s.features, chosen).greedy(chosen.budget(s.grid))
     assert run("coverage", s, chosen).anchor.tolist() == sorted(expected)
 
 

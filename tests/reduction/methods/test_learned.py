@@ -137,4 +137,4 @@ def test_options_that_are_not_right(wrong, text):
 def test_the_whole_budget_is_kept_at_every_share():
     for keep in (0.03, 0.1, 0.5, 0.97):
         chosen = options("learned", keep=keep)
-        assert len(run("learned", signals(), chosen).anchor) == learned.budget((1, 6, 8), chosen)
+        assert len(run("learned", signals(), chosen).anchor) == chosen.budget((1, 6, 8))

@@ -67,7 +67,7 @@ def test_blocks_merge_patch_by_patch(grid, side, aside):
     count, square, images = grid[0] * grid[1] * grid[2], side**2, 2
     x = rows(images, aside + count * square)
     merger = Merger(TOME, TOME.Options(keep=0.3), [grid] * images, LAYERS, aside, side=side)
-    pairs = TOME.schedule(count, TOME.budget(grid, TOME.Options(keep=0.3)), LAYERS)
+    pairs = TOME.schedule(count, TOME.Options(keep=0.3).budget(grid), LAYERS)
     states, hidden, left = x, [], count
     for layer in range(LAYERS):
         hidden.append(rows(images, aside + left * square, seed=layer + 1))

@@ -92,7 +92,7 @@ def test_vscan(grid, keep, side):
     s, x = signals(grid), torch.randn(signals(grid).n, 5, dtype=torch.float64)
     chosen = vscan.Options(keep=keep, window=side)
     got = run("vscan", s, chosen)
-    kept, groups = slow_vscan(s, vscan.budget(grid, chosen), side)
+    kept, groups = slow_vscan(s, chosen.budget(grid), side)
     assert got.anchor.tolist() == kept
     assert torch.allclose(got.apply(x), torch.stack([x[groups[i]].mean(0) for i in kept]), atol=1e-6)
 
@@ -146,7 +146,7 @@ def test_tome(keep):
     got = run("tome", s, tome.Options(keep=keep))
     slow, size = x, [1] * 48
     merged = Reduction.identity(48)
-    for layer, pairs in enumerate(tome.schedule(48, tome.budget(s.grid, tome.Options(keep=keep)), LAYERS)):
+    for layer, pairs in enumerate(tome.schedule(48, tome.Options(keep=keep).budget(s.grid), LAYERS)):
         keys = head_mean(rows(s, merged).keys, s.heads)
         now = dataclasses.replace(rows(s, merged), merged=merged)
         slow, size = slow_tome_layer(slow, size, keys, pairs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import best, cosine, run, signals
-from vlmcompress.reduction.methods import REGISTRY, Reduction, Signals, dyrate, litevlm, pevlm
+from vlmcompress.reduction.methods import Reduction, Signals, dyrate, litevlm, pevlm
 
 
 def test_litevlm_keeps_the_views_asked_about():
@@ -79,6 +79,4 @@ def test_pevlm_blocks_can_be_encoded_apart():
 
 
 def test_pevlm_keeps_all_tokens():
-    assert REGISTRY.get("pevlm").budget((5, 1, 2), pevlm.Options()) == len(
-        run("pevlm", signals((5, 1, 2)), pevlm.Options()).anchor
-    )
+    assert pevlm.Options().budget((5, 1, 2)) == len(run("pevlm", signals((5, 1, 2)), pevlm.Options()).anchor)

@@ -32,9 +32,9 @@ def test_module_keeps_to_the_protocol(name):
     assert fields >= method.NEEDS and fields >= getattr(method, "OPTIONAL", frozenset())
     assert bool(getattr(method, "WHY_NOT", "")) is not method.SERVED
     assert hasattr(method, "reduce") != hasattr(method, "merge")
-    assert (method.budget((1, 6, 8), options(name)) is None) == (method.COUNT == "adaptive")
+    assert (options(name).budget((1, 6, 8)) is None) == (method.COUNT == "adaptive")
     if hasattr(method, "MEDIA"):
-        assert method.MEDIA == "video" and method.budget((1, 6, 8), options(name)) == 48  # an image is kept whole
+        assert method.MEDIA == "video" and options(name).budget((1, 6, 8)) == 48  # an image is kept whole
     if not hasattr(method, "mask"):
         assert (method.STAGE == "llm") == bool(method.Options().drops(32))
     assert isinstance(method.Options(), ReducerOptions)
@@ -43,7 +43,7 @@ def test_module_keeps_to_the_protocol(name):
 @pytest.mark.parametrize("name", FIXED)
 def test_count_is_the_budget(name):
     for grid, keep in itertools.product(GRIDS, (0.95, 2 / 3, 0.5, 1 / 3, 0.11)):
-        n, expected = math.prod(grid), REGISTRY.get(name).budget(grid, options(name, keep=keep))
+        n, expected = math.prod(grid), options(name, keep=keep).budget(grid)
         assert expected == math.floor(keep * n + 0.5) >= 1
         assert len(run(name, signals(grid), options(name, keep=keep)).anchor) == expected
 
@@ -74,7 +74,7 @@ def test_ties_are_broken_by_index(name):
     flat = dataclasses.replace(flat, **{field: torch.ones_like(getattr(flat, field)) for field in FLOATS})
     first, second = (run(name, flat, options(name, keep=0.4)) for _ in range(2))
     assert same(first, second)
-    expected = REGISTRY.get(name).budget(flat.grid, options(name, keep=0.4))
+    expected = options(name, keep=0.4).budget(flat.grid)
     assert expected is None or len(first.anchor) == expected
 
 

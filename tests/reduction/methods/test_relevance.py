@@ -65,7 +65,7 @@ def slow(s, count, sharpness):
 def test_levels_of_detail(grid, keep):
     s, chosen = signals(grid, seed=3), relevance.Options(keep=keep)
     got, x = run("relevance", s, chosen), torch.randn(math.prod(grid), 3, dtype=torch.float64)
-    groups = slow(s, relevance.budget(grid, chosen), 3.0)
+    groups = slow(s, chosen.budget(grid), 3.0)
     tokens_by_output = sorted((got.target == row).nonzero().squeeze(1).tolist() for row in range(len(got.anchor)))
     assert tokens_by_output == groups
     means = {group[len(group) // 2]: x[group].mean(0) for group in groups}

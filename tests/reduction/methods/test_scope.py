@@ -33,7 +33,7 @@ def slow(features, saliency, alpha, count):
 @pytest.mark.parametrize("grid", [(1, 5, 6), (1, 3, 11), (2, 4, 3)])
 def test_gain_times_saliency(grid, keep, alpha):
     s, chosen = signals(grid), scope.Options(keep=keep, alpha=alpha)
-    expected = slow(s.features, s.saliency.tolist(), alpha, scope.budget(grid, chosen))
+    expected = slow(s.features, s.saliency.tolist(), alpha, chosen.budget(grid))
     assert run("scope", s, chosen).anchor.tolist() == sorted(expected)
 
 

@@ -34,14 +34,14 @@ def slow_dart(features, query, lead, ask, count):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_dart(keep, seed):
     s, chosen = signals(seed=seed), options("dart", keep=keep, pivots=4)
-    expected = slow_dart(s.features, s.query, best(length(s.features), 4), [], dart.budget(s.grid, chosen))
+    expected = slow_dart(s.features, s.query, best(length(s.features), 4), [], chosen.budget(s.grid))
     assert run("dart", s, chosen).anchor.tolist() == expected
 
 
 @pytest.mark.parametrize(("keep", "pivots"), [(0.02, 1), (0.25, 10), (0.5, 19)])
 def test_four_in_five_of_the_tokens_that_dart_keeps_are_pivots_by_default(keep, pivots):
     s = signals()
-    count = dart.budget(s.grid, dart.Options(keep=keep))
+    count = dart.Options(keep=keep).budget(s.grid)
     expected = slow_dart(s.features, s.query, best(length(s.features), pivots), [], count)
     assert run("dart", s, dart.Options(keep=keep)).anchor.tolist() == expected
 
@@ -51,7 +51,7 @@ def test_dart_within_the_language_model_chooses_pivots_by_keys(keep):
     s, chosen = signals(), options("dart-llm", keep=keep)
     lead, ask = best(length(s.keys), 4), best(length(s.query_keys), 4)
     assert lead != best(length(s.features), 4)
-    count = dart.budget(s.grid, chosen)
+    count = chosen.budget(s.grid)
     assert run("dart-llm", s, chosen).anchor.tolist() == slow_dart(s.features, s.query, lead, ask, count)
 
 

@@ -91,7 +91,7 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
     tome = REGISTRY.get("tome")
     try:
-        return tome.schedule(math.prod(grid), tome.budget(grid, tome.Options(keep=keep)), layers)
+        return tome.schedule(math.prod(grid), tome.Options(keep=keep).budget(grid), layers)
     except ValueError as error:
         raise UserError(f"keep={keep:g}: {error}; choose a larger share") from error
 

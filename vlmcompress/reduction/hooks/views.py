@@ -88,7 +88,7 @@ def stand_in(tokenizer: Any) -> int:
 
 def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
     """Number of remaining tokens of `images` images of one size, which have `full` tokens in total."""
-    stay: int = chosen.module.budget((images, 1, 1), chosen.options)
+    stay: int = chosen.options.budget((images, 1, 1))
     return full * stay // images + images - stay
 
 

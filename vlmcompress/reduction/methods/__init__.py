@@ -17,8 +17,8 @@ module of this folder has
                 out by methods that did, or that were not measured. `list reducers` shows it
     Options     frozen dataclass that extends `ReducerOptions`: the recipe's options, checked when made (ValueError).
                 The package reads the share, the layer and what is learned through that base, whose members a field or
-                property of the same name overrides. Every field has a default
-    budget(grid, options) -> int | None     exactly how many tokens an image keeps; None when COUNT is adaptive
+                property of the same name overrides. Every field has a default. Its `budget(grid)` is exactly how many
+                tokens an image keeps: by default the share `keep`, None when COUNT is adaptive
 
 and one of
 
@@ -28,7 +28,7 @@ and one of
                                     earlier layers, `count` the tokens left after the last layer (None: as `options`
                                     say)
 
-A method that drops tokens at several decoder blocks lists them in `Options.drops`; `budget` and `reduce` get the
+A method that drops tokens at several decoder blocks lists them in `Options.drops`; `reduce` gets the
 options of one drop, and `signals.merged` is the reduction so far (see `pyramiddrop`). One that only restricts
 attention has an identity `reduce` and a `mask` (see `pevlm`). `reduce`, `reduce_all` and `merge` below check and run
 them. Every method is deterministic (equal scores go to the lower index), computes in float32 whatever the dtype, keeps

@@ -254,6 +254,10 @@ class ReducerOptions:
         """Share of tokens to keep; None for methods without a share."""
         return None
 
+    def budget(self, grid: Grid) -> Any:
+        """Exactly how many tokens an image keeps, an int: the share `keep`. None where that depends on what it shows."""
+        return None if self.keep is None else share(grid, self.keep)
+
     @property
     def layer(self) -> int | None:
         """Index of the decoder block before which tokens are dropped; None for methods outside the language model."""

@@ -25,7 +25,7 @@ def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
     if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
         return False
     keep = 1.0 if options.keep is None else options.keep
-    return rounded(grid, keep) == 0 and method.budget(grid, options) == math.prod(grid)
+    return rounded(grid, keep) == 0 and options.budget(grid) == math.prod(grid)
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check:
     if options.keep == 1:
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
-    return _checked(method, method.reduce(signals, options), method.budget(signals.grid, options), check)
+    return _checked(method, method.reduce(signals, options), options.budget(signals.grid), check)
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def reduce_all(
     most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
     for start in range(0, len(images), most):
         results += _at_once(method, images[start : start + most], options)
-    return [_checked(method, result, method.budget(images[0].grid, options), check) for result in results]
+    return [_checked(method, result, options.budget(images[0].grid), check) for result in results]
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:
@@ -114,7 +114,7 @@ def merge(
         return Reduction.identity(signals.n, signals.device)
     _check(method, signals)
     result = method.merge(signals, options, layer, layers, count)
-    final = method.budget(signals.grid, options) if count is None else count
+    final = options.budget(signals.grid) if count is None else count
     # Only after the last layer the number of rows is what it has to be.
     last = layer == layers - 1
     return _checked(method, result, final if last else None, check and (last or signals.device.type == "cpu"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, unit
 from vlmcompress.reduction.methods._selecting import SelectingOptions, cover, selected
 
 STAGE = "projected"
@@ -41,16 +41,11 @@ class Options(SelectingOptions):
             raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens that represent all of them best."""
     assert signals.features is not None
     scores = represented(signals.features, options.temperature)
-    return selected(cover(scores, budget(signals.grid, options)), signals, options)
+    return selected(cover(scores, options.budget(signals.grid)), signals, options)
 
 
 def represented(rows: Tensor, temperature: float) -> Tensor:

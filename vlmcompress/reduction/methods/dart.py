@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, share, top, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, check_whole, top, unit
 from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
 
 STAGE = "projected"
@@ -50,15 +50,10 @@ class Options(SelectingOptions):
         return True
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep pivots, the tokens with the largest L1 norm of the features, and those least similar to them."""
     assert signals.features is not None
-    count = budget(signals.grid, options)
+    count = options.budget(signals.grid)
     # Pivots: largest L1 norm, of the rows here, of the keys in the paper; float32, as thousands of channels add up.
     lead = top(signals.features.float().abs().sum(-1), options.pivots or max(1, round(LED * count)))
     return selected(select(signals.features, signals.features[:0], lead, count), signals, options)

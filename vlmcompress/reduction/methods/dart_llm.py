@@ -11,13 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcompress.reduction.methods._base import (
-    Grid,
     ReducerOptions,
     Reduction,
     Signals,
     check_keep,
     check_whole,
-    share,
     top,
 )
 from vlmcompress.reduction.methods.dart import select
@@ -46,16 +44,11 @@ class Options(ReducerOptions):
         check_whole("layer", self.layer, least=1)
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep pivots, the tokens with the largest L1 norm of the keys in image and text, and the image tokens least like them."""
     assert signals.features is not None and signals.query is not None
     assert signals.keys is not None and signals.query_keys is not None
     lead = top(signals.keys.float().abs().sum(-1), options.pivots)
     ask = top(signals.query_keys.float().abs().sum(-1), options.text_pivots)
-    count = budget(signals.grid, options)
+    count = options.budget(signals.grid)
     return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, unit
 from vlmcompress.reduction.methods._selecting import SelectingOptions, for_all_images, kernels, selected
 
 STAGE = "projected"
@@ -28,15 +28,10 @@ class Options(SelectingOptions):
     """`keep`: share of the tokens."""
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most diverse tokens."""
     assert signals.features is not None
-    return selected(select(signals.features, budget(signals.grid, options)), signals, options)
+    return selected(select(signals.features, options.budget(signals.grid)), signals, options)
 
 
 def select(features: Tensor, count: int) -> Tensor:

@@ -49,10 +49,9 @@ class Options(ReducerOptions):
         """The options with these thresholds; with None they have to be learned."""
         return replace(self, thresholds=thresholds)
 
-
-def budget(grid: Grid, options: Options) -> None:
-    """Return None: the number of kept tokens is not known in advance."""
-    return None
+    def budget(self, grid: Grid) -> None:
+        """Return None: the number of kept tokens is not known in advance."""
+        return None
 
 
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:

@@ -41,10 +41,9 @@ class Options(ReducerOptions):
                 raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
         check_whole("layer", self.layer, least=1)
 
-
-def budget(grid: Grid, options: Options) -> None:
-    """Return None: the number of kept tokens is not known in advance."""
-    return None
+    def budget(self, grid: Grid) -> None:
+        """Return None: the number of kept tokens is not known in advance."""
+        return None
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcompress.reduction.methods._base import (
-    Grid,
     ReducerOptions,
     Reduction,
     Signals,
     check_keep,
     check_whole,
-    share,
     top,
 )
 
@@ -39,14 +37,9 @@ class Options(ReducerOptions):
         check_whole("layer", self.layer, least=1)
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most attended tokens."""
     assert signals.saliency is not None
     # The paper averages the attention that a token receives from all others (phi_attn); its code, and this, use the last
     # token's.
-    return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)
+    return Reduction.keep(top(signals.saliency, options.budget(signals.grid)), signals.n)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vlmcompress.reduction.methods import _selecting as selecting
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, top
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, top
 from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
 from vlmcompress.reduction.methods.coverage import represented
 
@@ -95,11 +95,6 @@ class Options(SelectingOptions):
         return True
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens of highest score and, with the rest of the budget, those that cover the others best."""
     assert signals.features is not None
@@ -107,7 +102,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
         raise ValueError("learned has no scorer; train one with `vlmcompress learn-reducer` first")
     values = score(options.network.on(signals.features.device), signals.features, signals.grid)
     return selected(
-        torch.cat(choose(values, signals.features, budget(signals.grid, options), options.cover)), signals, options
+        torch.cat(choose(values, signals.features, options.budget(signals.grid), options.cover)), signals, options
     )
 
 

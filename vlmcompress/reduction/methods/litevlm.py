@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
 
 STAGE = "pixels"
 NEEDS = frozenset({"features", "query"})
@@ -42,11 +42,6 @@ class Options(ReducerOptions):
             raise ValueError(f"lexical must be a number of at least 0, got {self.lexical!r}")
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of views to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the views with the highest scores."""
     assert signals.features is not None and signals.query is not None
@@ -56,7 +51,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
         scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
     if signals.saliency is not None:
         scores = scores + options.lexical * signals.saliency.to(scores)
-    return Reduction.keep(top(scores, budget(signals.grid, options)), signals.n)
+    return Reduction.keep(top(scores, options.budget(signals.grid)), signals.n)
 
 
 def matches(names: Sequence[str], question: str) -> Tensor:

@@ -35,10 +35,9 @@ class Options(ReducerOptions):
         check_whole("sink", self.sink)
         check_whole("frames", self.frames, least=1)
 
-
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: all."""
-    return math.prod(grid)
+    def budget(self, grid: Grid) -> int:
+        """Number of tokens to keep: all."""
+        return math.prod(grid)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:

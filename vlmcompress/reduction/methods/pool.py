@@ -40,11 +40,10 @@ class Options(ReducerOptions):
         rows, columns = self.window.split("x")
         return int(rows), int(columns)
 
-
-def budget(grid: Grid, options: Options) -> int:
-    """Number of windows in the grid."""
-    (frames, height, width), (rows, columns) = grid, options.sides
-    return frames * -(-height // rows) * -(-width // columns)
+    def budget(self, grid: Grid) -> int:
+        """Number of windows in the grid."""
+        (frames, height, width), (rows, columns) = grid, self.sides
+        return frames * -(-height // rows) * -(-width // columns)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
@@ -55,7 +54,7 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     first = torch.arange(frames, device=device) * (height * width)
     # [frames, height, width]: each token's parent is the middle of its window, in the row and in the column.
     parent = first[:, None, None] + row[:, None] * width + column
-    return Reduction.join(parent.flatten(), count=budget(signals.grid, options))
+    return Reduction.join(parent.flatten(), count=options.budget(signals.grid))
 
 
 def _middles(length: int, step: int, device: torch.device) -> Tensor:

@@ -73,6 +73,15 @@ class Options(ReducerOptions):
             if stage
         )
 
+    def budget(self, grid: Grid) -> int:
+        """Number of tokens after one drop; with the options of the whole method the mean over equal stages, rounded.
+
+        All tokens where the share `keep` rounds to none.
+        """
+        if not rounded(grid, self.keep):
+            return math.prod(grid)
+        return max(1, rounded(grid, self.share))
+
 
 @dataclass(frozen=True)
 class _Drop(Options):
@@ -81,20 +90,10 @@ class _Drop(Options):
     share: float = 1.0
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens after one drop; with the options of the whole method the mean over equal stages, rounded.
-
-    All tokens where the share `keep` rounds to none.
-    """
-    if not rounded(grid, options.keep):
-        return math.prod(grid)
-    return max(1, rounded(grid, options.share))
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the most attended of the remaining tokens."""
     assert signals.saliency is not None
-    return Reduction.keep(top(signals.saliency, budget(signals.grid, options)), signals.n)
+    return Reduction.keep(top(signals.saliency, options.budget(signals.grid)), signals.n)
 
 
 def _ratio(keep: float, lengths: list[int]) -> float:

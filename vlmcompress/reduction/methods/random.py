@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, share, top
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, top
 from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
 
 STAGE = "projected"
@@ -35,16 +35,11 @@ class Options(SelectingOptions):
         check_whole("seed", self.seed)
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Give every token a random score and keep the highest."""
     order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
     # A prefix of one order for all shares, so a smaller share keeps a subset of a larger one's.
-    return selected(order[: budget(signals.grid, options)], signals, options)
+    return selected(order[: options.budget(signals.grid)], signals, options)
 
 
 @functools.lru_cache(64)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top, unit
 
 STAGE = "projected"
 NEEDS = frozenset({"features", "query"})
@@ -46,14 +46,9 @@ class Options(ReducerOptions):
             raise ValueError(f"sharpness must be a number from 0 to 100, got {self.sharpness!r}")
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens of all levels together: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Refine the most relevant regions until the budget is spent."""
-    steps, count, n = _steps(signals.grid), budget(signals.grid, options), signals.n
+    steps, count, n = _steps(signals.grid), options.budget(signals.grid), signals.n
     cells, place, rank, region, size, widest = (
         table.to(signals.device, non_blocking=True)
         for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, unit
 from vlmcompress.reduction.methods._selecting import SelectingOptions, cover, selected
 
 STAGE = "projected"
@@ -49,17 +49,12 @@ class Options(SelectingOptions):
             raise ValueError(f"alpha must be a number from 0 to 100, got {self.alpha!r}")
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens of largest gain times saliency."""
     assert signals.features is not None
     # gain_i * saliency_i^alpha is what a step maximizes; without a saliency all weights are 1.
     weight = None if signals.saliency is None else emphasis(signals.saliency, options.alpha)
-    kept = select(signals.features, weight, budget(signals.grid, options))
+    kept = select(signals.features, weight, options.budget(signals.grid))
     return selected(kept, signals, options)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})
@@ -36,15 +36,10 @@ class Options(ReducerOptions):
         check_keep(self.keep)
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
     """Merge this layer's part of the pairs."""
     assert signals.keys is not None and signals.heads is not None
-    count = budget(signals.grid, options) if count is None else count
+    count = options.budget(signals.grid) if count is None else count
     pairs = schedule(signals.n, count, layers - layer)[0]
     scores, partner = match(signals.keys, signals.heads)
     return join(top(scores, pairs), partner, signals)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, share
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals
 from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
 
 STAGE = "projected"
@@ -29,14 +29,9 @@ class Options(SelectingOptions):
     """`keep`: share of the tokens."""
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep the tokens of the even grid."""
-    index = _index(signals.grid, budget(signals.grid, options)).to(signals.device, non_blocking=True)
+    index = _index(signals.grid, options.budget(signals.grid)).to(signals.device, non_blocking=True)
     return selected(index, signals, options)
 
 

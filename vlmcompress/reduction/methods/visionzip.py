@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, share, top, unit
+from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
 
 STAGE = "encoder"
 NEEDS = frozenset({"saliency", "keys", "heads"})
@@ -44,16 +44,11 @@ class Options(ReducerOptions):
             raise ValueError(f"merge must be 'sum' or 'mean', got {self.merge!r}")
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of dominant and contextual tokens together: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
     assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
     n, device = signals.n, signals.saliency.device
-    count = budget(signals.grid, options)
+    count = options.budget(signals.grid)
     contextual = min(math.floor(options.contextual * count + 0.5), count - 1)
     # Dominant tokens: the most attended ones.
     dominant = torch.zeros(n, dtype=torch.bool, device=device)

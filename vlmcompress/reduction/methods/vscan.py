@@ -32,7 +32,6 @@ from vlmcompress.reduction.methods._base import (
     Signals,
     check_keep,
     check_whole,
-    share,
     top,
     unit,
 )
@@ -60,15 +59,10 @@ class Options(ReducerOptions):
         check_whole("shallow", self.shallow)
 
 
-def budget(grid: Grid, options: Options) -> int:
-    """Number of local and global tokens together: the share `keep`."""
-    return share(grid, options.keep)
-
-
 def reduce(signals: Signals, options: Options) -> Reduction:
     """Scan locally, then globally, and merge the dropped tokens into the kept."""
     assert signals.features is not None and signals.saliency is not None and signals.windowed is not None
-    count = budget(signals.grid, options)
+    count = options.budget(signals.grid)
     kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
     window = windows(signals.grid, options.window, kept.device)
     kept[top_per_window(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True

@@ -74,7 +74,7 @@ class ServedReducer:
         if self.counter:
             return self.counter.buckets[-1]
         frames = grid[0] if self.merges else 1
-        return frames * self.chosen.module.budget((grid[0] // frames, *grid[1:]), self.chosen.options)
+        return frames * self.chosen.options.budget((grid[0] // frames, *grid[1:]))
 
     @property
     def merges(self) -> bool:
