@@ -30,6 +30,8 @@ Conventions are those of compressed-tensors 0.19 (tested), so an exporter only p
 All arithmetic is in float32, for any input dtype.
 """
 
+# ruff: noqa: F401  # what is imported here is what the package offers
+
 from vlmcompress.numerics._formats import (
     FLOAT8,
     FLOAT8_MAX,
@@ -59,36 +61,3 @@ from vlmcompress.numerics._rounding import (
     weight_codes,
 )
 from vlmcompress.numerics._tensors import QTensor, quantize_with, round_activations, round_to_nearest
-
-__all__ = [
-    "FLOAT8",
-    "FLOAT8_MAX",
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
-    "ActFormat",
-    "Format",
-    "QTensor",
-    "Scheme",
-    "as_stored",
-    "decode",
-    "dequantize",
-    "round_to_codes",
-    "fake_quantize",
-    "find_global_scale",
-    "find_params",
-    "find_ranges",
-    "scale_from_range",
-    "label",
-    "remainder",
-    "pack_fp4",
-    "weight_codes",
-    "quantize_with",
-    "residual",
-    "round_activations",
-    "round_to_nearest",
-    "row_chunks",
-    "to_codes",
-    "unpack_fp4",
-    "weight_only",
-]

@@ -8,6 +8,8 @@ in `_table.py`: a new engine is a new entry there. `vlmcompress.recipe.targets` 
 Nothing here imports torch or reads more than config.json.
 """
 
+# ruff: noqa: F401  # what is imported here is what the package offers
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,25 +20,6 @@ from vlmcompress.export.readers._facts import LoadFacts, Machine, QuantizedGroup
 from vlmcompress.export.readers._table import ENGINES, Cell, EngineFormats
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
-
-__all__ = [
-    "ENGINES",
-    "Cell",
-    "EngineFormats",
-    "LoadFacts",
-    "QuantizedGroup",
-    "Machine",
-    "Reducer",
-    "Verdict",
-    "plain",
-    "gather_facts",
-    "refuse_unreadable",
-    "served_name",
-    "readers_summary",
-    "load_verdict",
-    "verdicts",
-]
-
 
 _EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino": "openvino", "mlx": "mlx"}
 """Name of an engine in `eval` -> its name in the table."""

@@ -33,6 +33,8 @@ and, where the method has such a step,
 `statistics.balance`) gets statistics weighted by it, in every step. To add a scheme, add a file.
 """
 
+# ruff: noqa: F401  # what is imported here is what the package offers
+
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
@@ -46,19 +48,6 @@ from vlmcompress.numerics import QTensor
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
 from vlmcompress.utils.registry import SCHEMES as REGISTRY
-
-__all__ = [
-    "REGISTRY",
-    "Needs",
-    "Quantizer",
-    "QuantizerOptions",
-    "Search",
-    "Smoothing",
-    "Solution",
-    "sketch",
-    "smooth",
-    "solve",
-]
 
 
 @dataclass(frozen=True)
