@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serving_model import SIDE, Variant
-from watching import watching
 
 from vlmcompress.engines.vllm.serve import Server
 from vlmcompress.evaluation.results import State
@@ -47,14 +47,20 @@ def state(group: str) -> State:
 @contextlib.contextmanager
 def most_running(running: Server) -> Iterator[list[float]]:
     """Within the context, a list whose only entry is the most requests seen running on the server at once."""
-    most = [0.0]
+    most, stop = [0.0], threading.Event()
 
     def look() -> None:
-        counts = [float(value) for name, _, value in counters.metrics(running) if name == "vllm:num_requests_running"]
-        most[0] = max(most[0], *counts)
+        while not stop.wait(LOOK):
+            metrics = counters.metrics(running)
+            most[0] = max(most[0], *(float(value) for name, _, value in metrics if name == "vllm:num_requests_running"))
 
-    with watching(look, LOOK):
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
         yield most
+    finally:
+        stop.set()
+        watcher.join()
 
 
 def burst(

@@ -76,7 +76,7 @@ def test_the_same_two_fill_one_report(tmp_path):
         (report / name).write_text("")
     check_folder(report, sides, overwrite=False)
     options = accuracy.EvalOptions(engine, engine, journal=report / files.JOURNAL)
-    results = accuracy.evaluate(after, before, [None], data, options)
+    (results,) = accuracy.evaluate_all([after], before, [None], data, options)
     speed_rule = gates.SpeedRule(metric="request_throughput", at_least=0.01)
     gate = gates.GateFile(name="both", suites={"*": gates.SuiteRules(margin=0.5)}, speed=[speed_rule])
     assert conclude(results, gate, report, overwrite=False)[0] == UNDECIDED

@@ -21,7 +21,7 @@ from vlmcompress.numerics import (
     weight_codes,
     weight_only,
 )
-from vlmcompress.numerics._float8 import widened
+from vlmcompress.numerics._rounding import widened
 
 INT4 = Format("int", 4, 32)
 FORMATS = [

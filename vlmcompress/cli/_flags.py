@@ -348,8 +348,8 @@ def judging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_values(args: argparse.Namespace, family: bool = True) -> dict[str, Any]:
-    """The recipe values of the given flags, nested; falsy values are kept. `family`, `UserError`: as in `check_model`."""
+def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe values of the given flags, nested; falsy values are kept. `UserError`: as in `check_model`."""
     from vlmcompress.utils.settings import assign
 
     values: dict[str, Any] = {}
@@ -364,7 +364,7 @@ def recipe_values(args: argparse.Namespace, family: bool = True) -> dict[str, An
     for setting in args.set:
         assign(values, setting)
     if isinstance(path := values.get("model"), str):
-        check_model(path, family)
+        check_model(path)
     return values
 
 

@@ -33,12 +33,9 @@ def run(args: argparse.Namespace) -> Outcome:
     """Check the recipe against model, target and engine; MODEL alone: what it can have. Exit code 2 if a check fails."""
     from vlmcompress.recipe import resolve
 
-    values = _flags.recipe_values(args, family=False)
-    if values.keys() == {"model"} and not args.recipe:
-        return _support(values["model"])
-    if "model" in values:
-        _flags.check_model(values["model"])
-    recipe = resolve(values, args.recipe, refuse=False, weights="headers").recipe
+    if not args.recipe and not args.set and [key for key in _flags.RECIPE_KEYS if hasattr(args, key)] == ["model"]:
+        return _support(args.model)
+    recipe = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers").recipe
     _process.import_transformers()
     from vlmcompress.quantization.plan.findings import engine_of, findings
 
@@ -54,6 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _support(model: str) -> Outcome:
     """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
+    _flags.check_model(model, family=False)
     from vlmcompress.quantization.plan.support import model_support
 
     results = model_support(hub.local(model, weights="none"))

@@ -170,7 +170,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     )
     engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
     compare = evaluation_command(out, model, engine)
-    serve = f"vlmcompress serve {shlex.quote(str(out))}{' --engine mlx' if other == 'mlx' else ''}"
+    serve = f"vlmcompress serve {shlex.quote(str(out))}"
     return {
         "ok": True,
         "out": str(out),

@@ -189,7 +189,8 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
     title = f"{engine}: visual tokens"
     if plan.recipe.reduce and engine not in ("vllm", "transformers"):
         problem: str | None = f"{engine} does not know the reducer of a checkpoint; use --engine vllm"
-        writer: Any = FORMATS.get("mlx") if engine == "mlx" else plan.recipe.exporter
+        names = [name for name in FORMATS if FORMATS.constant(name, "ENGINE") == engine]
+        writer: Any = FORMATS.get(names[0]) if names else plan.recipe.exporter
         if hasattr(writer, "reducer_problem"):
             problem = writer.reducer_problem(plan.source.spec.family, plan.recipe.reduce.plain())
         if problem:

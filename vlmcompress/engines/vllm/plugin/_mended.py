@@ -8,6 +8,9 @@ engine fails: "Expected multimodal embeddings to be a sequence of 2D tensors".
 
 **EXAONE 4.5's images.** Its class inherits that pixels are normalized in the model, and builds a tower that does not: it sees
 raw pixels.
+
+**Medusa heads** in vLLM 0.32: the table of their tokens becomes a parameter that the check of loaded weights does not expect,
+"weights were not initialized from checkpoint: {'token_map'}". 0.33 has no such module: this can go with support for 0.32.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ def register() -> None:
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
     when_imported(f"{MODELS}.exaone4_5", _normalize_images, "EXAONE 4.5's images")
+    when_imported(f"{MODELS}.medusa", _count_table)
 
 
 def when_imported(name: str, mend: Callable[[Any], None], part: str | None = None) -> None:
@@ -103,3 +107,18 @@ def _normalize_images(module: Any) -> None:
         self.visual.input_norm = build_mm_input_norm(vllm_config.model_config)
 
     model.__init__ = __init__
+
+
+def _count_table(module: Any) -> None:
+    """Count the token table as loaded, and move it to the heads' device."""
+    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading raises because of the table.
+    load = module.Medusa.load_weights
+
+    def load_weights(self: Any, weights: Any) -> set[str]:
+        loaded: set[str] = load(self, weights)
+        if self.token_map is None:
+            return loaded
+        self.token_map.data = self.token_map.data.to(self.lm_heads[0].weight.device)
+        return loaded | {"token_map"}
+
+    module.Medusa.load_weights = load_weights
