@@ -119,7 +119,8 @@ class Asker:
         exact = torch.zeros(len(questions), dtype=torch.bool)
         before, after, held = self.visual(), *torch.zeros(2, len(questions), dtype=torch.int64)
         layers = self.vlm.model.config.get_text_config().num_hidden_layers
-        stepwise = chosen is not None and while_generating(chosen.module)
+        # A method that drops tokens from step to step needs an answer's tokens one by one.
+        stepwise = chosen is not None and chosen.module.STAGE == "llm" and chosen.module.COUNT == "adaptive"
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
             if chosen is None or encoder_untouched(chosen.module):
@@ -184,8 +185,3 @@ def encoder_untouched(module: ModuleType) -> bool:
     """Whether the method neither changes what the encoder and the projector compute nor reads it on the way."""
     read = module.NEEDS | getattr(module, "OPTIONAL", frozenset())
     return module.STAGE == "llm" or (module.STAGE == "projected" and not read & {"saliency", "windowed"})
-
-
-def while_generating(module: ModuleType) -> bool:
-    """Whether the method drops tokens from step to step, so that an answer's tokens must come one by one."""
-    return bool(module.STAGE == "llm" and module.COUNT == "adaptive")

@@ -47,7 +47,7 @@ def _figures(rows: Sequence[Row], variant: str) -> dict[str, float]:
         "throughput_ratio": round(_ratio(rows, variant, lambda row: row["request_throughput"]), 3),
         "ttft_p50_ms": round(float(np.percentile(ttft, 50)), 1),
         "ttft_p99_ms": round(float(np.percentile(ttft, 99)), 1),
-        "ttft_ratio": round(_ratio(rows, variant, _ttft), 3),
+        "ttft_ratio": round(_ratio(rows, variant, lambda row: median(row["ttft_ms"])), 3),
         "most_running": max(row["most_running"] for row in turns.values()),
         "fits": min(row["fits"] for row in turns.values()),
         "fits_ratio": round(_ratio(rows, variant, lambda row: row["fits"]), 2),
@@ -76,10 +76,6 @@ def _limits(record: Mapping[str, Any], latency: Mapping[str, Any]) -> dict[str, 
         for reduce, ms in record["reducer_ms"].items()
     }
     return {"floor": floor["ttft_ratio"], "reducer": by_reducer}
-
-
-def _ttft(row: Row) -> float:
-    return median(row["ttft_ms"])
 
 
 def render(results: Mapping[str, Any]) -> str:

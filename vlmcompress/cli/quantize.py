@@ -191,10 +191,10 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     }
 
 
-def worst_layers(errors: Mapping[str, Mapping[str, float]], count: int = 3) -> list[dict[str, Any]]:
-    """The layers with the largest relative output error in any modality."""
+def worst_layers(errors: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The three layers with the largest relative output error in any modality."""
     ranked = sorted(errors.items(), key=lambda item: (-max(item[1].values(), default=0.0), item[0]))
-    return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:count]]
+    return [{"layer": name, "error": dict(by_modality)} for name, by_modality in ranked[:3]]
 
 
 def kv_cache(ranges: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

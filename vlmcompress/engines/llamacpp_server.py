@@ -114,20 +114,11 @@ def serve_gguf(folder: str | Path, host: str, port: int, context: int | None, re
 
 
 @contextlib.contextmanager
-def gguf_server(
-    model: str | Path,
-    *,
-    max_model_len: int | None = None,
-    slots: int = SLOTS,
-    cached: bool = False,
-    timeout: float = 600.0,
-) -> Iterator[Server]:
-    """Context manager: serve a checkpoint on this machine.
+def gguf_server(model: str | Path, *, max_model_len: int | None, slots: int) -> Iterator[Server]:
+    """Context manager: serve a checkpoint on this machine, where no prompt reuses another's cached prefix.
 
     Args:
         slots: concurrent requests.
-        cached: whether prompts reuse their slot's cached prefix.
-        timeout: seconds within which the server must answer.
 
     Raises:
         UserError: as in `command`, or the server does not start.
@@ -138,12 +129,12 @@ def gguf_server(
 
     folder, port, began = Path(model), free_port(), time.monotonic()
     url = f"http://{HOST}:{port}"
-    arguments = [*command(folder, HOST, port, max_model_len, slots), "end-with-parent", "cached" if cached else "fresh"]
+    arguments = [*command(folder, HOST, port, max_model_len, slots), "end-with-parent", "fresh"]
     with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as place:
         log = Path(place, "log")
         running = start_process(arguments, dict(os.environ), log, piped=False)
         try:
-            wait(running, folder, url, timeout, log, "llama.cpp's server")
+            wait(running, folder, url, 600.0, log, "llama.cpp's server")
             yield Server(url, served_name(folder), log, running.pid, round(time.monotonic() - began, 2))
         finally:
             stop_process(running, grace=20.0)

@@ -310,11 +310,11 @@ def keep_log(log: Path) -> None:
         note(f"{LOG_VARIABLE}: the engine's log is not kept, {error.filename or log}: {error.strerror}")
 
 
-def last_words(log: Path, most: int = 3) -> str:
-    """The last distinct error lines of a log or, without any, its last lines, as `: a | b`; empty for an empty log."""
+def last_words(log: Path) -> str:
+    """The last three distinct error lines of a log or, without any, its last lines, as `: a | b`; empty for an empty log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_PREFIX.sub("", line.strip()).strip() for line in re.split(r"[\r\n]+", text)]
     lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line)]
-    words = list(dict.fromkeys(_INPUT.sub("", line) for line in errors or lines))[-most:]
+    words = list(dict.fromkeys(_INPUT.sub("", line) for line in errors or lines))[-3:]
     return ": " + " | ".join(line[:300] for line in words) if words else ""

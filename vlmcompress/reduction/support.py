@@ -62,13 +62,12 @@ def family_refusal(spec: ModelSpec, method: str) -> str | None:
     if _fits(spec, module):
         return None
     modules = {name: REDUCERS.outline(name) for name in REDUCERS.names()}
-    others = ", ".join(name for name, other in modules.items() if _fits(spec, other) and not _weak(other))
+    # Methods that engines serve, and that beat a baseline.
+    good = {
+        name: other for name, other in modules.items() if other.SERVED and not getattr(other, "NO_BETTER_THAN", None)
+    }
+    others = ", ".join(name for name, other in good.items() if _fits(spec, other))
     return f"'{method}' {_unfit(spec, module)}; use {others}"
-
-
-def _weak(module: Any) -> bool:
-    """Whether a method is not suggested in messages: it saves nothing in engines, or beat no baseline."""
-    return not module.SERVED or getattr(module, "NO_BETTER_THAN", None) is not None
 
 
 def _fits(spec: ModelSpec, module: Any) -> bool:

@@ -43,7 +43,8 @@ def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
         if model["encoder"].get(key) != value:
             difference = f"its encoder has {key} {model['encoder'].get(key)}, that of '{vlm.path.name}' {value}"
             raise _foreign(path, model, difference)
-    if not _skeleton(vlm) and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
+    whole = not any(weight.is_meta for weight in tower(vlm).parameters())
+    if whole and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
         difference = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
         raise _foreign(path, model, difference)
     return chosen.with_thresholds(content["reduce"].options.thresholds)
@@ -126,7 +127,3 @@ def _foreign(path: Path, model: Mapping[str, Any], difference: str) -> UserError
 def tower(vlm: VLM) -> nn.Module:
     """The encoder's module, whose thresholds these are."""
     return vlm.model.get_submodule(vlm.spec.vision[0])
-
-
-def _skeleton(vlm: VLM) -> bool:
-    return any(weight.is_meta for weight in tower(vlm).parameters())

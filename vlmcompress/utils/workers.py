@@ -198,12 +198,6 @@ def shares(nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], int]
     return {"num_cpus": min(cpus_of, default=0)}, len(cpus_of)
 
 
-def passed_on() -> dict[str, str]:
-    """The environment variables of this process that jobs get."""
-    offline = OFFLINE if hub.offline() else ()  # our command line sets them by default, which does not count
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
-
-
 def _connect(address: str) -> tuple[Any, Callable[[], None]]:
     """The connected package ray, and a function that disconnects.
 
@@ -220,7 +214,9 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
         return ray, lambda: None
     _check(address)
     dashboard = False if address == "local" else None
-    passed: Any = {"env_vars": passed_on()}
+    offline = OFFLINE if hub.offline() else ()  # our command line sets them by default, which does not count
+    variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
+    passed: Any = {"env_vars": variables}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, runtime_env=passed, include_dashboard=dashboard, log_to_driver=False, logging_level=ERROR)

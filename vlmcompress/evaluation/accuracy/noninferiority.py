@@ -68,18 +68,18 @@ def detectable(difference: MeanDifference, level: float, power: float = POWER) -
     return high
 
 
-def samples_needed(difference: MeanDifference, margin: float, level: float, power: float = POWER) -> int | None:
-    """Number of samples, in images of the same sizes, that reach a verdict with probability `power` if the true difference is
+def samples_needed(difference: MeanDifference, margin: float, level: float) -> int | None:
+    """Number of samples, in images of the same sizes, that reach a verdict with probability `POWER` if the true difference is
     the observed one.
 
-    The sample size is scaled until the test decides with the mean shifted against us by the `power` quantile of its error
+    The sample size is scaled until the test decides with the mean shifted against us by the `POWER` quantile of its error
     (Lachin, Controlled Clinical Trials 2, 1981). None if the observed difference is at the margin, where no number decides.
     """
     gap, error = difference.mean + margin, (1 - level) / 2
     if abs(gap) < 1e-6:
         return None
-    # The mean of a new sample falls short of the true one by z_power standard errors in 1 - power of the cases.
-    power_shift = NORMAL.inv_cdf(power) * math.sqrt(difference.variance() / difference.images)
+    # The mean of a new sample falls short of the true one by z_power standard errors in 1 - POWER of the cases.
+    power_shift = NORMAL.inv_cdf(POWER) * math.sqrt(difference.variance() / difference.images)
 
     def decided(times: float) -> bool:
         off = power_shift / math.sqrt(times)

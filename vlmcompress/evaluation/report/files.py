@@ -63,14 +63,13 @@ def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwr
         raise UserError(f"output {folder} has the report of {other}; choose another folder or pass --overwrite")
 
 
-def refuse_other_files(folder: Path, mark: str = FILE, unfinished: str = JOURNAL) -> None:
+def refuse_other_files(folder: Path, mark: str = FILE) -> None:
     """Raise `UserError` unless `folder` is empty or contains `mark`, the file that identifies our reports.
 
-    Args:
-        unfinished: a file that may be the only one in the folder, but for what a killed run left of its writing.
+    A killed run leaves its journal, and what it was writing.
     """
     names = {path.name for path in folder.iterdir() if not is_leftover(path)} if folder.is_dir() else set()
-    if names - {unfinished} and mark not in names:
+    if names - {JOURNAL} and mark not in names:
         raise UserError(f"output {folder} has no {mark}, so it is not ours to overwrite; choose another folder")
 
 

@@ -81,7 +81,8 @@ def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bo
         if column not in names:
             return f"has no column '{column}', which columns names for {field}{did_you_mean(column, names)}"
     speaks = bool({*TURNS, *QUESTIONS, "texts", "prompt"} & lower or {"question", "messages"} & set(columns))
-    shows = _has_images(names, columns) or bool({*VIDEOS} & lower) or "video" in columns
+    pictured = any(name.lower() in IMAGES or _NUMBERED.fullmatch(name) for name in names)
+    shows = pictured or bool({*VIDEOS} & lower or {"image", "video"} & set(columns))
     if text:
         if speaks or "text" in lower:
             return None
@@ -107,10 +108,6 @@ def prompted(names: Collection[str], columns: Mapping[str, str]) -> str | None:
         return "captions"
     answered = {"answer", "answers", "response", "output"} & lower
     return None if answered else "captions" if "answer" in columns else "prompts"
-
-
-def _has_images(names: Collection[str], columns: Mapping[str, str]) -> bool:
-    return "image" in columns or any(name.lower() in IMAGES or _NUMBERED.fullmatch(name) for name in names)
 
 
 def standard_row(row: Row, columns: Mapping[str, str], question: str | None = None) -> Row:

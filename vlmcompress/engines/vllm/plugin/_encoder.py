@@ -161,7 +161,9 @@ def _from_cls(attention: Any, query: Tensor, key: Tensor) -> Tensor:
     """Attention of CLS on each patch, mean over all heads: `[b, n]`."""
     heads = attention.num_heads_per_partition
     got = received(heads_first(query[:, :1], heads)[:, :, 0], heads_first(key, heads), attention.scale)[:, 1:]
-    return mean_of_all(got, attention.tp_size)
+    # Each device has the mean over its own heads.
+    devices = attention.tp_size
+    return got if devices == 1 else tensor_model_parallel_all_reduce(got.contiguous()) / devices
 
 
 def heads_first(x: Tensor, heads: int) -> Tensor:
@@ -173,8 +175,3 @@ def all_heads(rows: Tensor, devices: int) -> Tensor:
     """Gather `[..., all heads * d]` from the heads of each of `devices`, `[..., heads * d]`."""
     # vllm/distributed/communication_op.py::tensor_model_parallel_all_gather joins the last dimension, in the order of devices.
     return rows if devices == 1 else tensor_model_parallel_all_gather(rows.contiguous())
-
-
-def mean_of_all(mean: Tensor, devices: int) -> Tensor:
-    """Average the devices' means over their own heads to the mean over all heads."""
-    return mean if devices == 1 else tensor_model_parallel_all_reduce(mean.contiguous()) / devices

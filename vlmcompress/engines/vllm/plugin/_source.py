@@ -46,7 +46,8 @@ class Source:
     def _top(self, module: str, name: str) -> tuple[str, ast.AST] | None:
         for node in _statements(self._tree(module)):
             if isinstance(node, ast.ImportFrom):
-                inside = _absolute(module, node, self._is_package(module))
+                file = self._file(module)
+                inside = _absolute(module, node, file is not None and file.name == "__init__.py")
                 in_package = inside.startswith(f"{PACKAGE}.")
                 for alias in node.names:
                     if name == (alias.asname or alias.name):  # names of other packages are assumed to exist
@@ -89,10 +90,6 @@ class Source:
             files = place.with_suffix(".py"), place / "__init__.py"
             self._files[module] = next((file for file in files if file.is_file()), None)
         return self._files[module]
-
-    def _is_package(self, module: str) -> bool:
-        file = self._file(module)
-        return file is not None and file.name == "__init__.py"
 
 
 def parameters(node: ast.AST) -> Parameters | None:

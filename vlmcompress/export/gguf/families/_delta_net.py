@@ -7,6 +7,7 @@ which repeats all keys as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from vlmcompress.export.gguf.families._parts import HEAD_NORMS, decoder, head_size, text_keys
@@ -34,17 +35,10 @@ def value_heads(channels: Callable[[dict], int], before: Callable[[dict], int] =
     return order
 
 
-def queries_and_keys(text: dict) -> int:
-    """Rows of queries and keys."""
-    return 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"]
-
-
-def width(text: dict) -> int:
-    """Channels of a value head."""
-    return text["linear_value_head_dim"]
-
-
-VALUES, MIXED, HEADS = value_heads(width), value_heads(width, queries_and_keys), value_heads(lambda text: 1)
+WIDTH = itemgetter("linear_value_head_dim")  # channels of a value head
+VALUES, HEADS = value_heads(WIDTH), value_heads(lambda text: 1)
+# Rows of queries and keys come before those of values.
+MIXED = value_heads(WIDTH, lambda text: 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"])
 
 
 def decay(weight: Any, facts: ModelFacts) -> Any:

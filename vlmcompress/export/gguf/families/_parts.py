@@ -149,12 +149,15 @@ CLIP_BLOCK = {
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
 }
-CLIP_KEYS = {
-    "image_size": at("vision_config.image_size"),
+SIZES = {
     "embedding_length": at("vision_config.hidden_size"),
     "feed_forward_length": at("vision_config.intermediate_size"),
     "block_count": at("vision_config.num_hidden_layers"),
     "attention__head_count": at("vision_config.num_attention_heads"),
+}
+CLIP_KEYS = {
+    "image_size": at("vision_config.image_size"),
+    **SIZES,
     "attention__layer_norm_epsilon": at("vision_config.layer_norm_eps", float),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmcompress.export.gguf.families._parts import both, decoder, square_pixels, text_keys
-from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, TensorRule, Value, at
+from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, TensorRule, Value, always, at
 
 TOWER = "model.visual"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -23,7 +23,10 @@ def frame(number: int) -> Callable[[Any, ModelFacts], Any]:
 
 
 LANGUAGE = GgufFile(text_keys(rope__dimension_sections=sections), decoder(biases=True))
-PIXELS: dict[str, Value] = {
+TOWER_SIZES: dict[str, Value] = {
+    "block_count": at("vision_config.depth"),
+    "attention__head_count": at("vision_config.num_heads"),
+    "attention__layer_norm_epsilon": always(1e-6),
     "spatial_merge_size": at("vision_config.spatial_merge_size"),
     "image_min_pixels": square_pixels("shortest_edge"),
     "image_max_pixels": square_pixels("longest_edge"),

@@ -5,9 +5,8 @@ The embedding of the token that ends a row of patches is stored with the tower; 
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlmcompress.export.gguf.families._parts import (
+    SIZES,
     activation,
     decoder,
     head_size,
@@ -48,11 +47,6 @@ def vision_heads(facts: ModelFacts) -> int:
     return vision.get("head_dim") or vision["hidden_size"] // vision["num_attention_heads"]
 
 
-def row_end(embedding: Any, facts: ModelFacts) -> Any:
-    """The embedding of the token that ends a row of patches."""
-    return embedding[facts.tokens[BREAK]]
-
-
 def check(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     problems, config = [], facts.config
@@ -91,10 +85,7 @@ FAMILY = GgufFamily(
         vision_keys(
             "pixtral",
             image_size=at("vision_config.image_size"),
-            embedding_length=at("vision_config.hidden_size"),
-            feed_forward_length=at("vision_config.intermediate_size"),
-            block_count=at("vision_config.num_hidden_layers"),
-            attention__head_count=at("vision_config.num_attention_heads"),
+            **SIZES,
             attention__layer_norm_epsilon=always(1e-5),
             spatial_merge_size=at("spatial_merge_size"),
         )
@@ -118,7 +109,11 @@ FAMILY = GgufFamily(
             TensorRule(f"{PROJECTOR}.patch_merger.merging_layer.weight", "mm.patch_merger.weight"),
             TensorRule(f"{PROJECTOR}.linear_1.weight", "mm.1.weight"),
             TensorRule(f"{PROJECTOR}.linear_2.weight", "mm.2.weight"),
-            TensorRule("model.language_model.embed_tokens.weight", "v.token_embd.img_break", change=row_end),
+            TensorRule(
+                "model.language_model.embed_tokens.weight",
+                "v.token_embd.img_break",
+                change=lambda embedding, facts: embedding[facts.tokens[BREAK]],
+            ),
         ),
     ),
     image="[IMG]",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.export.gguf.families._parts import both, rope_problems, vision_keys
-from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
+from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, TOWER, TOWER_SIZES, tower
 from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 WINDOW = 112  # pixels; llama.cpp has no key for it
@@ -38,12 +38,9 @@ KEYS = vision_keys(
     image_size=always(560),  # unused: images keep their sizes
     embedding_length=at("vision_config.hidden_size"),
     feed_forward_length=at("vision_config.intermediate_size"),
-    block_count=at("vision_config.depth"),
-    attention__head_count=at("vision_config.num_heads"),
-    attention__layer_norm_epsilon=always(1e-6),
     n_wa_pattern=pattern,
     window_size=at("vision_config.window_size"),
-    **PIXELS,
+    **TOWER_SIZES,
 )
 
 FAMILY = GgufFamily(

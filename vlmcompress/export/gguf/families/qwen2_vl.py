@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.export.gguf.families._parts import activation, both, rope_problems, vision_keys
-from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, PIXELS, TOWER, tower
+from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, TOWER, TOWER_SIZES, tower
 from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, always, at
 
 
@@ -24,10 +24,7 @@ KEYS = vision_keys(
     image_size=always(560),  # unused: images keep their sizes
     embedding_length=at("vision_config.embed_dim"),
     feed_forward_length=hidden,
-    block_count=at("vision_config.depth"),
-    attention__head_count=at("vision_config.num_heads"),
-    attention__layer_norm_epsilon=always(1e-6),
-    **PIXELS,
+    **TOWER_SIZES,
 )
 
 FAMILY = GgufFamily(

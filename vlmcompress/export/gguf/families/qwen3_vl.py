@@ -15,7 +15,7 @@ from vlmcompress.export.gguf.families._parts import (
     text_keys,
     vision_keys,
 )
-from vlmcompress.export.gguf.families._qwen import IMAGE, PIXELS, TOWER, frame, sections
+from vlmcompress.export.gguf.families._qwen import IMAGE, TOWER, TOWER_SIZES, frame, sections
 from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
 BLOCK = {
@@ -40,21 +40,13 @@ def deep(facts: ModelFacts) -> list[int]:
     return list(facts.config["vision_config"].get("deepstack_visual_indexes") or ())
 
 
-def is_deep(facts: ModelFacts) -> list[bool]:
-    """Per block of the tower, whether its output goes into the decoder's first blocks."""
-    return [number in deep(facts) for number in range(facts.config["vision_config"]["depth"])]
-
-
 TOWER_KEYS = vision_keys(
     "qwen3vl_merger",
     image_size=image_size,
     embedding_length=at("vision_config.hidden_size"),
     feed_forward_length=at("vision_config.intermediate_size"),
-    block_count=at("vision_config.depth"),
-    attention__head_count=at("vision_config.num_heads"),
-    attention__layer_norm_epsilon=always(1e-6),
-    is_deepstack_layers=is_deep,
-    **PIXELS,
+    is_deepstack_layers=lambda facts: [n in deep(facts) for n in range(facts.config["vision_config"]["depth"])],
+    **TOWER_SIZES,
 )
 TOWER_RULES = (
     TensorRule(f"{TOWER}.patch_embed.proj.weight", "v.patch_embd.weight", change=frame(0)),
