@@ -7,9 +7,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vlmcompress.utils.errors import UserError, closest, did_you_mean
+
+if TYPE_CHECKING:
+    from vlmcompress.recipe import Recipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -366,6 +369,15 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(path := values.get("model"), str):
         check_model(path)
     return values
+
+
+def training_recipe(values: Mapping[str, Any], training: Any) -> Recipe:
+    """The recipe of a training, from `recipe_values`: by default with as many samples as its steps see, and a tenth more."""
+    from vlmcompress.recipe import resolve
+    from vlmcompress.training.teacher_cache import samples_for
+
+    samples = {"samples": samples_for(training.steps * training.batch)}
+    return resolve({**values, "scheme": "none", "calibrate": samples | values.get("calibrate", {})}).recipe
 
 
 def check_model(name: str, family: bool = True) -> dict[str, Any]:

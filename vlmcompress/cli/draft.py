@@ -89,18 +89,15 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Train the draft and report how many of its guesses the checkpoint accepts."""
     from vlmcompress import engines
-    from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    trained_on = "a draft is trained on the questions of DATA"
-    _flags.refuse_unused(values, "draft", _flags.TRAINING, trained_on)
+    _flags.refuse_unused(values, "draft", _flags.TRAINING, "a draft is trained on the questions of DATA")
     from vlmcompress.training.draft import ALIGNING, DraftTraining, draft
 
     if args.lr is None:
         args.lr = ALIGNING if args.base else DEFAULTS["lr"]
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
-    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
-    recipe = resolve(values | {"scheme": "none"}).recipe
+    recipe = _flags.training_recipe(values, training)
     base = None
     if args.base is not None:
         from vlmcompress.export.draft_folder import Draft

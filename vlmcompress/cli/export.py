@@ -70,7 +70,7 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
 
 def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add the flags of export and convert; `default`: the default format; None: `--format` is required."""
-    about = "see vlmcompress list formats" + (f"; default: {default}" if default else "")
+    about = "see vlmcompress list formats"
     parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
     about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
     parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)

@@ -46,7 +46,6 @@ def options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Train the network and report its held-out divergence."""
     values = _flags.recipe_values(args)
-    from vlmcompress.recipe import resolve
     from vlmcompress.reduction.choice import make_choice
     from vlmcompress.utils import yaml_files
 
@@ -55,13 +54,11 @@ def run(args: argparse.Namespace) -> Outcome:
     keep = make_choice(
         "learned", {"keep": yaml_files.parse_yaml(args.keep, "--keep")}, f"--keep {args.keep}"
     ).options.keep
-    trained_on = "a scorer is trained on images with questions"
-    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, trained_on)
+    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "a scorer is trained on images with questions")
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
-    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
-    recipe = resolve(values | {"scheme": "none"}).recipe
+    recipe = _flags.training_recipe(values, training)
     with closing(ProgressBar()) as progress:
         facts = learn_reducer(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():

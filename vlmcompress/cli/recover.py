@@ -57,15 +57,12 @@ def run(args: argparse.Namespace) -> Outcome:
     for name in names:
         if name not in PARTS:
             raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
-    from vlmcompress.recipe import resolve
-
     values = _flags.recipe_values(args)
     _flags.refuse_unused(values, "recover", KEYS, "recover trains on images with questions alone")
     from vlmcompress.training.recover import TrainingOptions, recover
 
     training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
-    values["calibrate"] = {"samples": training.samples} | values.get("calibrate", {})
-    recipe = resolve(values | {"scheme": "none"}).recipe
+    recipe = _flags.training_recipe(values, training)
     with closing(ProgressBar()) as progress:
         done = recover(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)
     if not distributed.is_main():

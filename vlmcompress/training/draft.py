@@ -79,11 +79,6 @@ class DraftTraining:
                 "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
             )
 
-    @property
-    def samples(self) -> int:
-        """Number of samples for which training sees each sample once, including held-out ones."""
-        return teacher_cache.samples_for(self.steps * self.batch)
-
 
 def draft(
     recipe: Recipe,

@@ -81,11 +81,6 @@ class ScorerTraining:
         """The shares at which the scorer is measured: `keep`, or both ends and the middle of the range."""
         return (self.keep,) if self.to is None else tuple(self.share(place) for place in (0.0, 0.5, 1.0))
 
-    @property
-    def samples(self) -> int:
-        """Number of samples for which training sees each sample once, including held-out ones."""
-        return teacher_cache.samples_for(self.steps * self.batch)
-
 
 def learn_reducer(
     recipe: Recipe,

@@ -48,11 +48,6 @@ class TrainingOptions:
                 raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
         check_flags(self, "rank", "steps", "batch", "every")
 
-    @property
-    def samples(self) -> int:
-        """Number of samples for which training sees each sample once, including held-out ones."""
-        return teacher_cache.samples_for(self.steps * self.batch)
-
 
 @dataclass(frozen=True)
 class Student:
