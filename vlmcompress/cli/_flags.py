@@ -141,8 +141,7 @@ def training(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], lr: s
     for flag, letter, about in (("steps", "N", "maximum steps"), ("batch", "B", "samples per step")):
         parser.add_argument(f"--{flag}", metavar=letter, default=defaults[flag], help=about)
     parser.add_argument("--lr", type=float, default=float(lr), help=f"peak learning rate; default: {lr}")
-    every = defaults["every"]
-    parser.add_argument("--every", metavar="N", default=every, help="steps between measurements")
+    parser.add_argument("--every", metavar="N", default=defaults["every"], help="steps between measurements")
 
 
 def common(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:

@@ -104,8 +104,19 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def request(args: argparse.Namespace) -> SearchRequest:
-    """The search request that the flags describe."""
-    check(args)
+    """The search request that the flags describe. Raises `UserError` for a flag with a bad value."""
+    if args.optimize not in GOALS:
+        raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
+    if args.speed not in ("", "measured", "modelled"):
+        raise UserError(f"--speed {args.speed}: give measured or modelled")
+    if not 0 < args.max_drop < 1:
+        raise UserError(f"--max-drop {args.max_drop:g} is not a share between 0 and 1; for one point write 0.01")
+    if args.out_tokens < 1:
+        raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
+    if args.price is not None and not args.price > 0:
+        raise UserError(f"--price is {args.price:g}; give the price of the machine per hour")
+    if args.engine not in ("vllm", "hf"):
+        raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
     image = parse_pixels(args.image_size, "--image-size", most=999_999)
     base = _flags.recipe_values(args)
     from vlmcompress.evaluation.search.search import SearchRequest
@@ -129,23 +140,6 @@ def request(args: argparse.Namespace) -> SearchRequest:
         space=getattr(args, "space", None),
         recover=getattr(args, "recover", False),
     )
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for a flag with a bad value."""
-    if args.optimize not in GOALS:
-        raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
-    if args.speed not in ("", "measured", "modelled"):
-        raise UserError(f"--speed {args.speed}: give measured or modelled")
-    if not 0 < args.max_drop < 1:
-        raise UserError(f"--max-drop {args.max_drop:g} is not a share between 0 and 1; for one point write 0.01")
-    parse_pixels(args.image_size, "--image-size", most=999_999)
-    if args.out_tokens < 1:
-        raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
-    if args.price is not None and not args.price > 0:
-        raise UserError(f"--price is {args.price:g}; give the price of the machine per hour")
-    if args.engine not in ("vllm", "hf"):
-        raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
 
 
 def seconds(text: str) -> float:

@@ -40,7 +40,7 @@ def endless(template: str) -> str | None:
             input=json.dumps(template),
             capture_output=True,
             text=True,
-            timeout=10 * SECONDS,
+            timeout=40 * SECONDS,  # of a busy machine; what it computes for is bounded by RLIMIT_CPU
         )
     except subprocess.TimeoutExpired:
         return f"a short conversation takes more than {SECONDS} seconds"
