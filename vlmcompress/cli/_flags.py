@@ -32,12 +32,12 @@ class Parser(argparse.ArgumentParser):
             aliases: hidden alternative spellings, such as those of other tools.
             mistaken_for: flags of other tools; errors about them suggest this one.
         """
-        default = settings.get("default")
-        plain = isinstance(default, int | float | str) and not isinstance(default, bool)
+        default, about = settings.get("default"), settings.get("help", argparse.SUPPRESS)
+        plain = isinstance(default, int | float | str) and not isinstance(default, bool) and "action" not in settings
         if plain and default not in ("", argparse.SUPPRESS):
             settings.setdefault("type", type(default))
-            if "default:" not in settings["help"]:
-                settings["help"] += f"; default: {default}"
+            if about != argparse.SUPPRESS and "default:" not in about:
+                settings["help"] = f"{about}; default: {default}"
         action = super().add_argument(*names, **settings)
         for alias in aliases:
             self._option_string_actions[alias] = action
