@@ -45,7 +45,7 @@ def test_every_entry_keeps_the_contract(name: str) -> None:
         for place, text in texts.items():
             path = Path(place)
             assert not path.is_absolute() and ".." not in path.parts and text.endswith("\n") and text.isascii(), place
-        command = launcher.command(checkpoint)
+        command = launch.command(name, checkpoint)
         named = re.findall(r"serve/[\w./-]+", command)
         assert named and "\n" not in command and "`" not in command, case
         assert all(any(f"serve/{place}".startswith(mention) for place in texts) for mention in named), case

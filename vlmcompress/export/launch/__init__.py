@@ -8,7 +8,8 @@ checkpoint's folder `serve/`. An entry is a module with
     TITLE: str                        the engine's display name, with the version that the files are for
     CHECKED: str                      how the files were checked
     files(facts) -> {path: text}      paths relative to `serve/`
-    command(facts) -> str             the command that uses them, run in the checkpoint's folder
+    command(facts) -> str             optional: the command that uses them, run in the checkpoint's folder; left out where it
+                                      is `sh serve/NAME.sh`
     further(facts) -> str | None      optional: why there are no files although the engine loads it, as the end of a sentence
 
 No flag is guessed: each entry's docstring names the source of its flags. All files together are about 20 kB.
@@ -56,7 +57,13 @@ def commands(facts: LoadFacts) -> list[tuple[str, str, str]]:
     """(title, command, how it was checked) of each entry with files for the checkpoint, vLLM first."""
     launchers = _loading(facts)
     names = sorted(launchers, key=lambda name: (name != "vllm", name))
-    return [(launchers[name].TITLE, launchers[name].command(facts), launchers[name].CHECKED) for name in names]
+    return [(launchers[name].TITLE, command(name, facts), launchers[name].CHECKED) for name in names]
+
+
+def command(name: str, facts: LoadFacts) -> str:
+    """The command that uses the files of an entry, run in the checkpoint's folder."""
+    launcher = REGISTRY.get(name)
+    return launcher.command(facts) if hasattr(launcher, "command") else f"sh serve/{name}.sh"
 
 
 def _loading(facts: LoadFacts) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def _readme(facts: LoadFacts, paths: list[str]) -> str:
         reason = refusal(name, facts)
         if reason is None:
             of_launcher = ", ".join(f"`{path}`" for path in launcher.files(facts))
-            rows.append(f"| {launcher.TITLE} | {of_launcher} | `{launcher.command(facts)}` | {launcher.CHECKED} |")
+            rows.append(f"| {launcher.TITLE} | {of_launcher} | `{command(name, facts)}` | {launcher.CHECKED} |")
         else:
             missing.append(f"- {launcher.TITLE}: {reason}.")
     sections = [f"# How to serve {facts.name}"]

@@ -23,8 +23,3 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
     address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8080}"'
     start = 'llama-server --model "$MODEL/model.gguf" --mmproj "$MODEL/mmproj.gguf"'
     return {"llamacpp.sh": script(f"{facts.name} in {TITLE}", execute(start, flags, address))}
-
-
-def command(facts: LoadFacts) -> str:
-    """The line that starts it, from the checkpoint's folder."""
-    return "sh serve/llamacpp.sh"

@@ -25,8 +25,3 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
     address = '--server-name "${HOST:-127.0.0.1}" --server-port "${PORT:-23333}"'
     start = 'lmdeploy serve api_server "$MODEL"'
     return {"lmdeploy.sh": server_script(facts, TITLE, start, flags, address, length="--session-len", gpus="--tp")}
-
-
-def command(facts: LoadFacts) -> str:
-    """The line that starts it, from the checkpoint's folder."""
-    return "sh serve/lmdeploy.sh"

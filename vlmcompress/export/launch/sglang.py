@@ -28,8 +28,3 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
     start = 'python3 -m sglang.launch_server --model-path "$MODEL"'
     names = {"length": "--context-length", "gpus": "--tp-size"}
     return {"sglang.sh": server_script(facts, TITLE, start, flags, address, cache=cache, **names)}
-
-
-def command(facts: LoadFacts) -> str:
-    """The line that starts it, from the checkpoint's folder."""
-    return "sh serve/sglang.sh"

@@ -39,8 +39,3 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
         "tensorrt-llm.sh": server_script(facts, TITLE, start, [], settings, address, **names),
         "tensorrt-llm.yaml": text + documents(options),
     }
-
-
-def command(facts: LoadFacts) -> str:
-    """The line that starts it, from the checkpoint's folder."""
-    return "sh serve/tensorrt-llm.sh"

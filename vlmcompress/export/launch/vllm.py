@@ -123,11 +123,6 @@ def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
     return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head next to this folder", *lines)}
 
 
-def command(facts: LoadFacts) -> str:
-    """The line that starts it, from the checkpoint's folder."""
-    return "sh serve/vllm.sh"
-
-
 def _step(facts: LoadFacts) -> int | None:
     """Maximum tokens per step: vLLM's default for a GPU of this memory; None: vLLM decides."""
     machine = facts.machine
