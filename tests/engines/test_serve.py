@@ -290,5 +290,5 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     assert json.loads(reply.stdout)["usage"]["prompt_tokens"] > 8
 
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) in (0, -signal.SIGTERM)
+    assert process.wait(60) in (0, -signal.SIGTERM), log.read_text()[-12000:]
     assert folder_is_left(folder.parent)
