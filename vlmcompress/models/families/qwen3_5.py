@@ -17,6 +17,7 @@ SPEC = replace(
     model_types=("qwen3_5",),
     groups=(*GATED_DELTA_NET, *LLAMA),
     projector=("model.visual.merger",),
+    levels=None,
     tower_blocks=None,
     float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"),
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
