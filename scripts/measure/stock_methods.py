@@ -59,7 +59,9 @@ def run_stock(
         smooth = SmoothQuantModifier(smoothing_strength=0.8, mappings=pairs)
         recipe = [smooth, GPTQModifier(config_groups=config["config_groups"])]
     elif name in AUTOROUND:
-        recipe = [AutoRoundModifier(config_groups=config["config_groups"], enable_torch_compile=False, **AUTOROUND[name])]
+        recipe = [
+            AutoRoundModifier(config_groups=config["config_groups"], enable_torch_compile=False, **AUTOROUND[name])
+        ]
     else:
         mappings = [
             AWQMapping(_exactly(group.smooth), [_exactly(linear) for linear in group.linears])
