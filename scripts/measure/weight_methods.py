@@ -78,6 +78,8 @@ METHODS: dict[str, Row] = {
     "rtn": Row("rtn", data_free=True),
     "stock gptq": Row("gptq", kind="stock"),
     "stock awq": Row("awq", kind="stock"),
+    "stock autoround": Row("autoround", kind="stock"),
+    "stock autoround light": Row("autoround light", kind="stock"),
     "gptq": Row("gptq"),
     "gptq run": Row("gptq", kind="run"),
     "gptq ratio": Row("gptq", {"balance": "ratio"}),
@@ -114,7 +116,7 @@ METHODS: dict[str, Row] = {
         for name in ("w8a16", "w4a16")
     },
 }
-STOCK = ("stock gptq", "stock awq", "stock int8")
+STOCK = tuple(name for name, row in METHODS.items() if row.kind == "stock")
 
 
 def chosen(methods: list[str], formats: list[str]) -> list[tuple[str, str]]:

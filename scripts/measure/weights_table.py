@@ -118,7 +118,8 @@ def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], n
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render the table: a line for each model, format and method, divergences with their ratios to the better stock method."""
+    """Render the table: a line for each model, format and method, divergences with their ratios to the better stock method: of
+    texts, of answers where a model knows no English."""
     lines = [
         "| model | format | method | seeds | perplexity | KL text | to stock | test split | KL answers | exact | seconds |"
     ]
@@ -126,9 +127,10 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     test = {(row["model"], row["format"], row["method"]): row for row in rows if row["split"] == "test"}
     for row in (row for row in rows if row["split"] != "test"):
         cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
-        cells += [_number(row, "text_kl", ".3f"), _ratio(row, "text_ratio")]
-        cells.append(_ratio(test.get((row["model"], row["format"], row["method"]), {}), "text_ratio"))
-        cells += [_number(row, "answers_kl", ".3f"), _number(row, "exact", ".1%")]
+        to_stock = "text_ratio" if "text_kl" in row else "answers_ratio"
+        cells += [_number(row, "text_kl", ".3f"), _ratio(row, to_stock)]
+        cells.append(_ratio(test.get((row["model"], row["format"], row["method"]), {}), to_stock))
+        cells += [_number(row, "answers_kl", ".3g"), _number(row, "exact", ".1%")]
         cells.append(" + ".join(f"{row[name]:.0f}" for name in ("seconds", "statistics_seconds") if name in row))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

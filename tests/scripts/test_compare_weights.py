@@ -91,6 +91,27 @@ def test_both_sides_are_calibrated_on_the_same_tokens(tmp_path: Path, english: b
     assert (facts["tokens"]["text"] + facts["tokens"]["answer"] > 300) == english
 
 
+@pytest.mark.slow
+def test_autoround_leaves_rounded_weights_that_run_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With zero points, which llm-compressor's wrappers of it don't have: at most 8 values a group, and a plain product."""
+    import stock_methods
+
+    monkeypatch.setitem(stock_methods.AUTOROUND, "autoround light", {"iters": 2})
+    bench = Bench(DEMOS / "demo-llava", argparse.Namespace(work=tmp_path, samples=2, split="validation", questions=1))
+    vlm = models.load(bench.folder, dtype=torch.float32)
+    decoder = vlm.model.model.language_model
+    decoder.layers, decoder.config.num_hidden_layers = decoder.layers[:1], 1
+    before = decoder.layers[0].mlp.down_proj.weight.clone()
+    stock_methods.run_stock(vlm, bench.samples(seed=0), "autoround light", bits=3, group_size=64, symmetric=False)
+    linear = decoder.layers[0].mlp.down_proj
+    groups = linear.weight.detach().view(-1, 64)
+    assert 4 < max(len(group.unique()) for group in groups) <= 8
+    assert all((group < 0).any() and (group > 0).any() for group in groups)
+    assert float((linear.weight - before).norm() / before.norm()) < 0.3
+    x = torch.randn(3, linear.in_features)
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight))
+
+
 def test_unknown_names_are_refused() -> None:
     assert weight_methods.chosen(["rtn", "int8"], ["W8A8", "FP8"]) == [("W8A8", "int8")]
     with pytest.raises(ValueError, match="there is no 'gtpq'; choose from rtn, "):
