@@ -119,6 +119,11 @@ def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
     for token, rounded in zip(x, inputs[0], strict=True):
         scale = token.abs().max() / 127
         assert torch.allclose(rounded, torch.round(token / scale) * scale)
+    # nothing else is rounded, and gradients pass as if nothing were
+    y = x.clone().requires_grad_()
+    assert torch.equal(layer(y), torch.nn.functional.linear(inputs[-1], layer.weight, layer.bias))
+    layer(y).sum().backward()
+    assert y.grad is not None and torch.allclose(y.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
 
 
 def test_a_difference_counts_images_and_seeds() -> None:
