@@ -89,18 +89,18 @@ SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g
     },
 }
 WATCHED: dict[str, dict] = {
-    **{name: keys for name, keys in SKILLED.items() if "reduce" not in keys},
-    "int8, in vLLM": {"scheme": "int8"},
+    **{name: SKILLED[name] for name in ("fp8", "int8", "gptq-plus g128", "rtn g32, 3 bits")},
+    **{f"frames of {side} pixels": {"side": side} for side in (64, 48)},
     **{
-        f"{name}, in vLLM": SKILLED[name]
+        f"{name}, in vLLM": {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
-        for name in (
-            *(f"{method} {share}" for method in ("random", "uniform", "divprune", "coverage")),
-            *(f"coverage {share}, merged", f"pool {window}"),
+        for name, reduce in (
+            *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune")),
+            (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
+            (f"pool {window}", f"pool:window={window}"),
+            (f"evs {share}", f"evs:{share}"),
         )
     },
-    **{f"evs {share}, in vLLM": {"scheme": "none", "reduce": f"evs:{share}"} for share in ("1/2", "1/4")},
-    **{f"frames of {side} pixels": {"side": side} for side in (64, 48)},
 }
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vlmcompress.utils.errors import UserError
+
 FRAME = {"longest_edge": 96 * 96, "shortest_edge": 32 * 32}
 """Bounds of a frame's pixels: 6 x 6 visual tokens for each pair of frames of 224 x 224."""
 PACE = 1
@@ -11,9 +13,11 @@ _VIDEO = "{%- elif part['type'] in ('video', 'video_url') -%}\n{{- '<|vision_sta
 
 
 def watch(config: Any, processor: Any) -> None:
-    """Change the configuration and the processor of demo-qwen, in place."""
+    """Change the configuration and the processor of demo-qwen, in place. UserError: of another demo, which takes no videos."""
+    if getattr(processor, "video_processor", None) is None:
+        raise UserError(f"{type(processor).__name__} takes no videos; teach demo-qwen to watch clips")
     config.vision_config.tokens_per_second = PACE
     processor.video_processor.size = FRAME
     before, found, after = processor.chat_template.partition(_IMAGE)
-    assert found, "the template has no image"
+    assert found
     processor.chat_template = before + _IMAGE + _VIDEO + after
