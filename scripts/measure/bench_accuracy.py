@@ -215,7 +215,7 @@ def render(bench: Bench, rows: list[dict]) -> str:
     columns = ["tokens", *bench.columns] if bench.suite else [*bench.columns, "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
-    for engine in dict.fromkeys(row.get("engine", "") for row in rows if bench.suite):
+    for engine in sorted({row.get("engine", "") for row in rows if bench.suite}):
         first = [
             next(row for row in rows if (row["model"], row.get("engine", "")) == (model, engine)) for model in names
         ]
