@@ -34,9 +34,9 @@ def answers(model, processor, rows: list[dict], size: int = 20, tokens: int = 12
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         films = {i: rows[i]["video"].frames(processor) for i in chosen if "video" in rows[i]}
-        asked = [messages(rows[i] | ({"video": films[i][0]} if i in films else {})) for i in chosen]
+        conversations = [messages(rows[i] | ({"video": films[i][0]} if i in films else {})) for i in chosen]
         inputs = processor.apply_chat_template(
-            asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs={"padding": True, **arguments(list(films.values()))},
         )  # fmt: skip
         inputs = inputs.to(model.device)

@@ -50,10 +50,10 @@ def asked_clips(split: str, variant: str) -> Iterator[tuple[Video, list[tuple[st
 
 def clip_rows(split: str, variant: str, number: int) -> list[dict]:
     """The first `number` rows, each a clip with the suite's question about it."""
-    asked = islice(asked_clips(split, variant), number)
+    clips_and_turns = islice(asked_clips(split, variant), number)
     return [
         {"id": film.origin, "image": [], "video": film, "question": question, "answer": answer, "family": "clip"}
-        for film, [(question, answer), *_] in asked
+        for film, [(question, answer), *_] in clips_and_turns
     ]
 
 

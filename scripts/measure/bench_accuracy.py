@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -90,7 +89,6 @@ SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g
 }
 WATCHED: dict[str, dict] = {
     **{name: SKILLED[name] for name in ("fp8", "int8", "gptq-plus g128", "rtn g32, 3 bits")},
-    **{f"frames of {side} pixels": {"side": side} for side in (64, 48)},
     **{
         f"{name}, in vLLM": {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
@@ -149,14 +147,9 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     source, outs = bench.models[model], {}
     for index, name in enumerate(names):
         out = folder / f"{model}-{index}"
-        if side := bench.recipes[name].get("side"):
-            smaller_frames(source, out, side)
-            outs[name] = out, 1.0
-            continue
         try:
             recipe = resolve({"model": str(source), "out": str(out), **bench.recipes[name]}).recipe
-            size = quantize(recipe).manifest["size"]
-            outs[name] = out, size["weights_before"] / size["weights_after"]
+            outs[name] = out, quantize(recipe).manifest
         except UserError as error:
             print(f"{model} {name}: {error}", file=sys.stderr)
     in_vllm = not bench.suite or bench.served.issuperset(names)
@@ -169,9 +162,9 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     )
     data = bundled_data(source, "test") if bench.suite else None
     evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], data, options)
-    for (name, (_, ratio)), results in zip(outs.items(), evaluated, strict=True):
-        suite = results.suites[0].model_dump(mode="json")
-        rows.append({"model": model, "recipe": name, "ratio": ratio})
+    for (name, (_, manifest)), results in zip(outs.items(), evaluated, strict=True):
+        size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
+        rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
         rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
         for key, (family, score) in bench.scores.items():
             samples = [sample for sample in results.samples if sample.family == family]
@@ -185,15 +178,6 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             rows[-1]["engine"] = engine.title
         print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
     return rows
-
-
-def smaller_frames(source: Path, folder: Path, side: int) -> None:
-    """Copy a checkpoint whose processor makes the frames of square videos that small."""
-    shutil.copytree(source, folder)
-    file = folder / "processor_config.json"
-    settings = json.loads(file.read_text())
-    settings["video_processor"]["size"]["longest_edge"] = side * side
-    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def in_clips(source: Path, suite: dict) -> list[int]:

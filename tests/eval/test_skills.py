@@ -176,8 +176,8 @@ def test_further_questions_are_about_what_is_drawn():
             colour: (frames == value).all(-1).any((1, 2)) for colour, value in clips.COLOURS.items()
         }  # each of the frames
         comes = {
-            colour: [at // 2 for at in range(len(seen)) if seen[at] and not (at and seen[at - 1])]
-            for colour, seen in there.items()
+            colour: [at // 2 for at in range(len(visible)) if visible[at] and not (at and visible[at - 1])]
+            for colour, visible in there.items()
         }
         for question, answer in turns:
             if question.startswith("When"):

@@ -187,8 +187,8 @@ class Teaching(Training):
         heads, tails = [], []
         for pictures, turns in rows:
             [turn] = messages({"image": [], "question": "\0"})
-            media = [{"type": "video" if isinstance(picture, Video) else "image"} for picture in pictures]
-            turn["content"] = [*media, *turn["content"]]
+            parts = [{"type": "video" if isinstance(picture, Video) else "image"} for picture in pictures]
+            turn["content"] = [*parts, *turn["content"]]
             head, rest = template([turn], add_generation_prompt=True, tokenize=False).split("\0")
             start = " " if self.plan.variant == "llava" and "assistant\n" not in rest else ""
             heads.append(head.rstrip(" "))
@@ -196,9 +196,9 @@ class Teaching(Training):
             ends = [f"{start}{answer}{tokenizer.eos_token}" for _, answer in turns]
             texts = [f"{before}{question}{rest}{end}" for (question, _), end in zip(turns, ends, strict=True)]
             tails.append(list(zip(*(tokenizer(part)["input_ids"] for part in (texts, ends)), strict=True)))
-        shown = [picture for pictures, _ in rows for picture in pictures]
-        images = [picture for picture in shown if not isinstance(picture, Video)]
-        films = [picture.frames(self.processor) for picture in shown if isinstance(picture, Video)]
+        media = [picture for pictures, _ in rows for picture in pictures]
+        images = [picture for picture in media if not isinstance(picture, Video)]
+        films = [picture.frames(self.processor) for picture in media if isinstance(picture, Video)]
         options = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
         videos = [frames for frames, _ in films]
         inputs = dict(

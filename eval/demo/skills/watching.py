@@ -18,6 +18,6 @@ def watch(config: Any, processor: Any) -> None:
         raise UserError(f"{type(processor).__name__} takes no videos; teach demo-qwen to watch clips")
     config.vision_config.tokens_per_second = PACE
     processor.video_processor.size = FRAME
-    before, found, after = processor.chat_template.partition(_IMAGE)
-    assert found
-    processor.chat_template = before + _IMAGE + _VIDEO + after
+    before, image, after = processor.chat_template.partition(_IMAGE)
+    assert image
+    processor.chat_template = before + image + _VIDEO + after
