@@ -137,7 +137,7 @@ def test_evs_keeps_the_first_frame_and_what_changes_most():
 
 def test_evs_of_a_share_that_is_no_token_keeps_the_first_frame():
     s, chosen = signals((4, 1, 2)), evs.Options(keep=0.05)  # 0.4 of a token
-    assert evs.budget(s.grid, chosen) == 2 and not methods.too_small(evs, s.grid, chosen)
+    assert chosen.budget(s.grid) == 2 and not methods.too_small(evs, s.grid, chosen)
     assert run("evs", s, chosen).anchor.tolist() == [0, 1]
     assert methods.too_small(evs, (1, 1, 2), chosen)  # of an image that is all
 

@@ -27,10 +27,9 @@ SERVED = True
 class Options(SelectingOptions):
     """`keep`: share of a video's tokens."""
 
-
-def budget(grid: Grid, options: Options) -> int:
-    """Number of tokens to keep: the share `keep`, and at least the first frame."""
-    return max(math.prod(grid[1:]), rounded(grid, options.keep))
+    def budget(self, grid: Grid) -> int:
+        """Number of tokens to keep: the share `keep`, and at least the first frame."""
+        return max(math.prod(grid[1:]), rounded(grid, self.keep))
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:
@@ -39,4 +38,4 @@ def reduce(signals: Signals, options: Options) -> Reduction:
     frames = unit(signals.features).reshape(signals.grid[0], -1, signals.features.shape[1])
     change = 1 - (frames[1:] * frames[:-1]).sum(-1)
     scores = torch.cat([torch.full_like(frames[0, :, 0], torch.inf), change.flatten()])
-    return selected(top(scores, budget(signals.grid, options)), signals, options)
+    return selected(top(scores, options.budget(signals.grid)), signals, options)
