@@ -219,6 +219,7 @@ def test_lines_are_short(page):
         ("bench_accuracy", "accuracy"),
         ("bench_accuracy", "boxes"),
         ("bench_accuracy", "pages"),
+        ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
         ("mlx_weights", "mlx"),
         ("bench_reducers", "reducers"),
@@ -240,7 +241,7 @@ def test_lines_are_short(page):
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    several = script == "earlier" or section in ("images", "boxes", "pages")
+    several = script == "earlier" or section in ("images", "boxes", "pages", "clips")
     flags = {"overview": ["--overview"]}.get(section, [section] * several)
     *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)

@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from vlmcompress.models.data.video import arguments
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -18,9 +20,10 @@ def load_rows(variant: str, split: str) -> list[dict]:
 
 
 def messages(row: dict) -> list[dict]:
-    """One user turn in the form that chat templates take."""
+    """One user turn in the form that chat templates take; a row's `video` are its frames, `[frames, height, width, 3]`."""
     images = [{"type": "image", "image": Image.open(io.BytesIO(data)).convert("RGB")} for data in row["image"]]
-    return [{"role": "user", "content": [*images, {"type": "text", "text": row["question"]}]}]
+    videos = [{"type": "video", "video": row["video"]}] if "video" in row else []
+    return [{"role": "user", "content": [*images, *videos, {"type": "text", "text": row["question"]}]}]
 
 
 @torch.inference_mode()
@@ -30,13 +33,16 @@ def answers(model, processor, rows: list[dict], size: int = 20, tokens: int = 12
     texts = [""] * len(rows)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
+        films = {i: rows[i]["video"].frames(processor) for i in chosen if "video" in rows[i]}
+        conversations = [messages(rows[i] | ({"video": films[i][0]} if i in films else {})) for i in chosen]
         inputs = processor.apply_chat_template(
-            [messages(rows[i]) for i in chosen], add_generation_prompt=True, tokenize=True, return_dict=True,
-            return_tensors="pt", processor_kwargs={"padding": True},
+            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            processor_kwargs={"padding": True, **arguments(list(films.values()))},
         )  # fmt: skip
         inputs = inputs.to(model.device)
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        for name in ("pixel_values", "pixel_values_videos"):
+            if name in inputs:
+                inputs[name] = inputs[name].to(model.dtype)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)[:, inputs["input_ids"].shape[1] :]
         for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True), strict=True):
             texts[i] = text.strip()

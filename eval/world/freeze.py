@@ -21,9 +21,13 @@ DEFAULT = Path(__file__).resolve().parents[1] / "demo" / "data"
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write one parquet file; images asked about several times are stored once (dictionary encoding)."""
+    """Write one parquet file; images asked about several times are stored once (dictionary encoding).
+
+    Rows with a `video`, its frames as PNG, get a column for it in place of that of images.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    names = [name.replace("image", "video") if "video" in rows[0] else name for name in SCHEMA.names]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(list(zip(names, SCHEMA.types, strict=True))))
     pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 26, row_group_size=len(rows))
 
 

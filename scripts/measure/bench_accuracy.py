@@ -4,12 +4,13 @@
     scripts/measure/bench_accuracy.py                     world in vLLM: both models; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py boxes               boxes and points, in transformers, of demos that give them
     scripts/measure/bench_accuracy.py pages               labels to read, likewise
+    scripts/measure/bench_accuracy.py clips               clips; reducers in vLLM, as those in transformers take no videos
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, `pages` eval/pages.json. The last stdout
-line is one JSON object.
+A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, and so on. The last stdout line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -40,11 +42,13 @@ class Bench:
     """What is asked of which models, and where results are kept.
 
     Attributes:
-        suite: None: the one bundled with the models. Otherwise it is asked in transformers, of the data next to the models.
+        suite: None: the one bundled with the models. Otherwise it is asked in transformers, of the data next to the models if
+            there are some.
         models: name in the table -> checkpoint.
         recipes: name in the table -> keys of a recipe.
         scores: name in the results -> family and further score of its answers, given the expected ones.
         columns: column of the table -> keys of its comparison in a result.
+        served: recipes of a suite that are asked in vLLM, next to a baseline there.
     """
 
     suite: str | None
@@ -53,6 +57,7 @@ class Bench:
     recipes: dict[str, dict]
     scores: dict[str, tuple[str, Callable[[str, str], float | None]]] = field(default_factory=dict)
     columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
+    served: frozenset[str] = frozenset()
 
 
 WORLD: dict[str, dict] = {
@@ -82,6 +87,19 @@ SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g
         )
     },
 }
+WATCHED: dict[str, dict] = {
+    **{name: SKILLED[name] for name in ("fp8", "int8", "gptq-plus g128", "rtn g32, 3 bits")},
+    **{
+        f"{name}, in vLLM": {"scheme": "none", "reduce": reduce}
+        for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
+        for name, reduce in (
+            *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune")),
+            (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
+            (f"pool {window}", f"pool:window={window}"),
+            (f"evs {share}", f"evs:{share}"),
+        )
+    },
+}
 
 
 def _skilled(skill: str) -> tuple[Path, dict[str, Path], dict[str, dict]]:
@@ -105,11 +123,18 @@ BENCHES = {
         {"exact": ("page", lambda answer, expected: float(normalise(answer) == normalise(expected)))},
         {"labels right": ("exact",), "edit similarity": ("overall",)},
     ),
+    "clips": Bench(
+        "clips",
+        *_skilled("clips")[:2],
+        WATCHED,
+        columns={"clips right": ("overall",), **{name: ("families", name) for name in ("moved", "times", "first")}},
+        served=frozenset(name for name in WATCHED if name.endswith("in vLLM")),
+    ),
 }
 
 
 def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
-    """Compress the model by the named recipes and ask all checkpoints the same questions."""
+    """Compress the model by the named recipes and ask all checkpoints of one engine the same questions."""
     from vlmcompress import engines
     from vlmcompress.engines import EngineSettings
     from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS, EvalOptions, evaluate_all
@@ -127,12 +152,13 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             outs[name] = out, quantize(recipe).manifest
         except UserError as error:
             print(f"{model} {name}: {error}", file=sys.stderr)
-    rows, engine = [], engines.get_engine("hf" if bench.suite else "vllm")
+    in_vllm = not bench.suite or bench.served.issuperset(names)
+    rows, engine = [], engines.get_engine("vllm" if in_vllm else "hf")
     options = EvalOptions(
         engine,
         engine,
         limit=limit,
-        settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=32 if bench.suite else 0),
+        settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=0 if in_vllm else 32),
     )
     data = bundled_data(source, "test") if bench.suite else None
     evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], data, options)
@@ -147,9 +173,23 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             ]
             rows[-1][key] = compare(*sides, pairs(samples)[2]).model_dump(mode="json")
         if bench.suite:
-            rows[-1]["visual_tokens"] = suite["visual_tokens"]
+            rows[-1]["visual_tokens"] = suite["visual_tokens"] or in_clips(source, suite)
+        if bench.served:
+            rows[-1]["engine"] = engine.title
         print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
     return rows
+
+
+def in_clips(source: Path, suite: dict) -> list[int]:
+    """Visual tokens of all clips before and after a reducer, of a suite whose engine counts those of whole prompts alone."""
+    from transformers import AutoProcessor
+
+    from vlmcompress.evaluation.accuracy.clips import FRAMES, SIDE
+    from vlmcompress.models import read_config, spec_for
+
+    spec = spec_for(read_config(source))
+    before = math.prod(spec.video(AutoProcessor.from_pretrained(source), FRAMES, SIDE, SIDE)) * suite["samples"]
+    return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
 
 def render(bench: Bench, rows: list[dict]) -> str:
@@ -159,10 +199,12 @@ def render(bench: Bench, rows: list[dict]) -> str:
     columns = ["tokens", *bench.columns] if bench.suite else [*bench.columns, "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
-    if bench.suite:
-        first = [next(row for row in rows if row["model"] == model) for model in names]
+    for engine in sorted({row.get("engine", "") for row in rows if bench.suite}):
+        first = [
+            next(row for row in rows if (row["model"], row.get("engine", "")) == (model, engine)) for model in names
+        ]
         parts = [["", "", *(f"{compared['baseline']:.1%}" for compared in compared_in(bench, row))] for row in first]
-        lines.append(f"| none, 16 bits | {' | '.join(itertools.chain(*parts))} |")
+        lines.append(f"| none, 16 bits{engine and f', in {engine}'} | {' | '.join(itertools.chain(*parts))} |")
     for recipe in bench.recipes:
         parts = []
         for row in (cells.get((model, recipe)) for model in names):
@@ -206,8 +248,11 @@ def main() -> None:
         parser.error(f"no recipe is called {', '.join(absent)}; there are {', '.join(bench.recipes)}")
     if not args.render:
         names = args.recipes or list(bench.recipes)
-        with tempfile.TemporaryDirectory() as folder:
-            rows = [row for model in args.models for row in measure(bench, model, names, args.limit, Path(folder))]
+        parts = [[name for name in names if (name in bench.served) == served] for served in (False, True)]
+        rows = []
+        for model, part in itertools.product(args.models, filter(None, parts)):
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure(bench, model, part, args.limit, Path(folder))
         if bench.file.exists():
             new = {(row["model"], row["recipe"]) for row in rows}
             rows += [row for row in json.loads(bench.file.read_text()) if (row["model"], row["recipe"]) not in new]

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Teach a demo model to describe scenes in 30 to 60 words, to give boxes or to read labels, or put one together.
+"""Teach a demo model to describe scenes, to give boxes, to read labels or to watch clips, or put one together.
 
-scripts/train/teach_demo.py train describe|boxes|pages qwen|llava|smol [--minutes M]   goes on from where it is in --work
-scripts/train/teach_demo.py finish describe|boxes|pages qwen|llava|smol FILE           writes what was learned so far
-scripts/train/teach_demo.py assemble describe|boxes|pages qwen|llava|smol [-o DIR]     the checkpoint, build/demo-NAME-SKILL
+scripts/train/teach_demo.py train SKILL qwen|llava|smol [--minutes M]   goes on from where it is in --work
+scripts/train/teach_demo.py finish SKILL qwen|llava|smol FILE           writes what was learned so far
+scripts/train/teach_demo.py assemble SKILL qwen|llava|smol [-o DIR]     the checkpoint, build/demo-NAME-SKILL
+
+SKILL is describe, boxes, pages or clips; clips are watched by qwen alone.
 """
 
 import argparse
@@ -17,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("train", "finish", "assemble"))
-    parser.add_argument("skill", choices=("describe", "boxes", "pages"))
+    parser.add_argument("skill", choices=("describe", "boxes", "pages", "clips"))
     parser.add_argument("model", choices=("qwen", "llava", "smol"))
     parser.add_argument("file", type=Path, nargs="?", help="of finish")
     parser.add_argument("-o", "--output", type=Path, help="folder of the checkpoint; default: build/demo-MODEL-SKILL")

@@ -1,4 +1,4 @@
-"""Demos that describe, give boxes or read: what they learn from, and that the checkpoint put together is what was trained."""
+"""Demos that describe, give boxes, read or watch: what they learn from, and that what is put together is what was trained."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.demo.skills import assemble
 from eval.demo.skills.training import SKILLS, Plan, Teaching
 from eval.demo.smol.adapter import adapters
 from eval.world.boxes import asked_boxes, box_of, box_rows, things, written
+from eval.world.clips import FIRST, asked_clips, clip_rows
 from eval.world.pages import QUESTION, asked_pages
 from eval.world.scene import Cell
 from eval.world.vocab import PER_CELL, THINGS
+from vlmcompress.evaluation.accuracy import clips
 from vlmcompress.evaluation.accuracy.grounding import correct
+from vlmcompress.models.data import load_samples
+from vlmcompress.models.data.sources import bundled_data
+from vlmcompress.models.data.video import arguments
 from vlmcompress.utils.errors import UserError
 
 
@@ -131,3 +136,83 @@ def test_labels_say_what_is_drawn():
         words = [["".join(dict.fromkeys(cell)) for cell in row if cell] for row in cells]
         assert text == "\n".join(" ".join(row) for row in words if row)
         assert turns == [(f"Read row {k}.", " ".join(row)) for k, row in enumerate(words, 1) if row]
+
+
+def test_clips_are_learned_at_the_positions_of_both_engines(tmp_path):
+    """Oracle: transformers, each question alone; vLLM's rule for the text after a video (`get_mrope_input_positions`)."""
+    training = Teaching(Plan("clips", assemble.base("qwen"), "qwen", 1.0, batch=2), tmp_path / "state.pt")
+    rows = training.new(training.skill.drawn("train", "qwen"))
+    inputs, labels = training.encoded(rows)
+    with torch.no_grad():
+        together = training.model(**inputs).logits[:, :-1][labels[:, 1:] != -100]
+    alone = []
+    for (film,), turns in rows:
+        frames = film.frames(training.processor)
+        for question, answer in turns:
+            content = [{"type": "video"}, {"type": "text", "text": question}]
+            prompt = training.processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True
+            )
+            end = f"{answer}{training.processor.tokenizer.eos_token}"
+            encoded = training.processor(
+                text=[prompt + end], videos=[frames[0]], return_tensors="pt", **arguments([frames])
+            )
+            count = len(training.processor.tokenizer(end)["input_ids"])
+            with torch.no_grad():
+                alone.append(training.model(**encoded).logits[0, -1 - count : -1])
+    assert torch.allclose(together, torch.cat(alone), atol=1e-3)
+    training.step = 1
+    ids, places = training.encoded(rows)[0]["input_ids"][0], training.encoded(rows)[0]["position_ids"][:, 0]
+    last = (ids == training.model.config.video_token_id).nonzero().max()
+    assert places[:, last + 1].tolist() == [places[:, : last + 1].max() + 1] * 3
+    assert places[:, last + 2].tolist() == [places[:, : last + 1].max() + 2] * 3
+
+
+def test_further_questions_are_about_what_is_drawn():
+    """Measured in the frames: when a thing's colour comes, what comes last, and what moves."""
+    for film, [_, *turns] in islice(asked_clips("train", "qwen"), 12):
+        frames = np.stack([np.asarray(frame) for frame in film.source])
+        there = {
+            colour: (frames == value).all(-1).any((1, 2)) for colour, value in clips.COLOURS.items()
+        }  # each of the frames
+        comes = {
+            colour: [at // 2 for at in range(len(visible)) if visible[at] and not (at and visible[at - 1])]
+            for colour, visible in there.items()
+        }
+        for question, answer in turns:
+            if question.startswith("When"):
+                assert answer == " ".join(map(str, comes[question.split()[3]]))
+            elif question.startswith("Which thing appears last"):
+                assert comes[answer.split()[0]] == max(comes.values())
+            else:
+                first, last = (np.argwhere((frames[at] == clips.COLOURS[answer.split()[0]]).all(-1)) for at in (0, -1))
+                assert np.abs(first.mean(0) - last.mean(0)).max() > 100
+
+
+def test_no_clip_of_the_suite_is_learned():
+    assert min(FIRST.values()) > max(clips.FAMILIES.values())
+    rows = [clip_rows(split, "qwen", 40) for split in FIRST]
+    assert len({row["id"] for row in sum(rows, [])}) == 40 * len(FIRST)
+
+
+def test_a_demo_that_watches_takes_clips(trained, tmp_path):
+    training, folder = trained
+    if training.plan.variant != "qwen":
+        with pytest.raises(UserError, match="LlavaProcessor takes no videos; teach demo-qwen"):
+            assemble.assemble("clips", "llava", tmp_path / "demo-llava-clips", folder.parent / "adapters.safetensors")
+        return
+    out = tmp_path / "demo-qwen-clips"
+    assemble.assemble("clips", "qwen", out, folder.parent / "adapters.safetensors")
+    processor = AutoProcessor.from_pretrained(out)
+    samples = load_samples(bundled_data(out, "calibration"), samples=None, seed=0)
+    assert len(samples) == 120 and bundled_data(out, "test") is None
+    frames, metadata = samples[0].videos[0].frames(processor)
+    assert frames.shape == (16, 224, 224, 3)
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "video", "video": frames}, {"type": "text", "text": "?"}]}],
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs=arguments([(frames, metadata)]),
+    )
+    assert inputs["video_grid_thw"].tolist() == [[8, 12, 12]]
+    assert np.sum(np.array(inputs["input_ids"]) == processor.video_token_id) == 288

@@ -16,7 +16,7 @@ from vlmcompress.reduction.support import family_refusal
 DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if family_refusal(spec, "fastv") is None]  # methods within the language model
-APART = ("litevlm", "learned")  # chooses among images; has to be trained
+APART = ("litevlm", "learned", "evs")  # chooses among images; has to be trained; looks at videos
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [

@@ -248,6 +248,8 @@ def _missing(method: str, family: str) -> str:
     """Names of the signals that a method needs but the family's model does not provide."""
     signals = SERVED_FAMILIES.constant(family, "SIGNALS")
     stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
+    if REDUCERS.constant(method, "MEDIA") == "video" and not SERVED_FAMILIES.constant(family, "VIDEOS"):
+        return "videos"
     if adaptive and not SERVED_FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
     if stage == "pixels":

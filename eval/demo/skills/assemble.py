@@ -5,11 +5,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from eval.demo.export import disk_name
+from eval.demo.skills.watching import watch
 from eval.demo.smol.adapter import merge
 from eval.world.boxes import box_rows
+from eval.world.clips import frame_rows
 from eval.world.freeze import write_rows
 from eval.world.pages import page_rows
 from vlmcompress.utils.errors import UserError
@@ -17,8 +19,8 @@ from vlmcompress.utils.errors import UserError
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = "model.language_model.layers."
 WORDS = {"embed": "model.language_model.embed_tokens.weight", "head": "lm_head.weight"}
-DATA = {"boxes": box_rows, "pages": page_rows}
 ROWS = {"calibration": 120, "test": 1000}
+DATA = {"boxes": (box_rows, ROWS), "pages": (page_rows, ROWS), "clips": (frame_rows, {"calibration": 120})}
 CARD = Path(__file__).with_name("README.md")
 
 
@@ -41,7 +43,8 @@ def finish(state: Path, file: Path) -> None:
 def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) -> None:
     """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's.
 
-    A demo that gives boxes or reads labels gets questions, test and calibration, where `bundled_data` looks.
+    A demo that gives boxes or reads labels gets questions, test and calibration, where `bundled_data` looks; one that watches
+    clips a calibration split, as the suite `clips` draws its own.
     """
     source, trained = base(model), trained or Path(__file__).with_name(f"{skill}-{model}.safetensors")
     if not trained.is_file():
@@ -62,10 +65,16 @@ def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) 
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    if skill == "clips":
+        config, processor = AutoConfig.from_pretrained(source), AutoProcessor.from_pretrained(source)
+        watch(config, processor)
+        config.save_pretrained(part)
+        processor.save_pretrained(part)
     (part / "README.md").write_text(CARD.read_text() if CARD.is_file() else "")
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
-    if rows := DATA.get(skill):
+    if skill in DATA:
+        rows, splits = DATA[skill]
         data = folder.parent / "data" / folder.name.removeprefix("demo-")
-        for split, number in ROWS.items():
+        for split, number in splits.items():
             write_rows(data / f"{split}.parquet", rows(split, kind, number))

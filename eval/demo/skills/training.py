@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.demo.measure import answers, messages
+from eval.demo.skills.watching import watch
 from eval.demo.smol.adapter import adapt, adapters
 from eval.demo.smol.training import Training
 from eval.world.boxes import asked_boxes, box_rows
+from eval.world.clips import asked_clips, clip_rows
 from eval.world.describing import description_rows, descriptions
 from eval.world.pages import asked_pages, page_rows
 from eval.world.rows import VARIANTS, ask_several, images_of, sample_view
@@ -31,11 +33,12 @@ from eval.world.textual import ask_text
 from eval.world.vocab import FAMILIES
 from vlmcompress.evaluation.accuracy import transcription
 from vlmcompress.evaluation.accuracy.grounding import correct, overlap
+from vlmcompress.models.data.video import Video, arguments
 
 EMA = 0.99
 OLD = 0.15  # share of batches with questions of the old families
 
-Row = tuple[list[Image.Image], list[tuple[str, str]]]  # images, questions with answers
+Row = tuple[list[Image.Image | Video], list[tuple[str, str]]]  # images or a video, questions with answers
 
 
 def words(answer: str, expected: str) -> float:
@@ -71,6 +74,7 @@ SKILLS = {
     "pages": Skill(
         asked_pages, page_rows, 40, {"exact": lambda a, b: float(a == b), "similarity": transcription.score}
     ),
+    "clips": Skill(asked_clips, clip_rows, 8, {"exact": lambda a, b: float(a == b)}),
 }
 
 
@@ -99,6 +103,8 @@ class Teaching(Training):
         self.plan, self.skill = plan, SKILLS[plan.skill]
         self.model = AutoModelForImageTextToText.from_pretrained(plan.folder, dtype=torch.float32).requires_grad_(False)
         self.processor = AutoProcessor.from_pretrained(plan.folder)
+        if plan.skill == "clips":
+            watch(self.model.config, self.processor)
         self.layers: nn.ModuleList = self.model.model.language_model.layers
         adapt(self.layers)
         learned = {
@@ -146,7 +152,7 @@ class Teaching(Training):
         """A batch of the skill."""
         return [
             (
-                [Image.fromarray(scene.draw()[0])],
+                [scene if isinstance(scene, Video) else Image.fromarray(scene.draw()[0])],
                 [(question, answer) for question, answer, *_ in turns[: self.plan.turns]],
             )
             for scene, turns in islice(scenes, self.plan.batch)
@@ -181,7 +187,8 @@ class Teaching(Training):
         heads, tails = [], []
         for pictures, turns in rows:
             [turn] = messages({"image": [], "question": "\0"})
-            turn["content"] = [*({"type": "image", "image": image} for image in pictures), *turn["content"]]
+            parts = [{"type": "video" if isinstance(picture, Video) else "image"} for picture in pictures]
+            turn["content"] = [*parts, *turn["content"]]
             head, rest = template([turn], add_generation_prompt=True, tokenize=False).split("\0")
             start = " " if self.plan.variant == "llava" and "assistant\n" not in rest else ""
             heads.append(head.rstrip(" "))
@@ -189,14 +196,18 @@ class Teaching(Training):
             ends = [f"{start}{answer}{tokenizer.eos_token}" for _, answer in turns]
             texts = [f"{before}{question}{rest}{end}" for (question, _), end in zip(turns, ends, strict=True)]
             tails.append(list(zip(*(tokenizer(part)["input_ids"] for part in (texts, ends)), strict=True)))
-        images = [image for pictures, _ in rows for image in pictures]
+        media = [picture for pictures, _ in rows for picture in pictures]
+        images = [picture for picture in media if not isinstance(picture, Video)]
+        films = [picture.frames(self.processor) for picture in media if isinstance(picture, Video)]
         options = {"padding": True, "padding_side": "right", "return_tensors": "pt", "add_special_tokens": False}
-        inputs = dict(self.processor(text=heads, images=images or None, **options))
+        videos = [frames for frames, _ in films]
+        inputs = dict(
+            self.processor(text=heads, images=images or None, videos=videos or None, **arguments(films), **options)
+        )
         mask, kinds = inputs.pop("attention_mask"), inputs.pop("mm_token_type_ids", None)
         if self.plan.variant == "qwen":
-            places = inner.get_rope_index(
-                inputs["input_ids"], kinds, inputs.get("image_grid_thw"), attention_mask=mask
-            )[0]
+            grids = {name: inputs.get(name) for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
+            places = inner.get_rope_index(inputs["input_ids"], kinds, **grids, attention_mask=mask)[0]
         else:
             places = torch.arange(mask.shape[1]).expand(mask.shape)
         lengths = mask.sum(1).tolist()
@@ -207,7 +218,12 @@ class Teaching(Training):
         part = torch.full_like(ids, -1)  # 0: the images, 1: the first question with its answer, and so on
         for row, (end, tail) in enumerate(zip(lengths, tails, strict=True)):
             part[row, :end] = 0
-            first = places[..., row, :end].max() + 1
+            first = places[..., row, end - 1].max() + 1
+            if (
+                films and self.step % 2
+            ):  # transformers 5.17 counts on from a frame's rows and columns, vLLM from all pairs
+                first = places[..., row, :end].max() + 2
+                places[..., row, end - 1] = first - 1
             for number, (text, answer) in enumerate(tail, 1):
                 begin, end = end, end + len(text)
                 ids[row, begin:end] = torch.tensor(text)

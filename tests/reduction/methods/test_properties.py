@@ -15,7 +15,7 @@ from vlmcompress.reduction.methods import REGISTRY, ReducerOptions, Signals
 
 NAMES = REGISTRY.names()
 KEEP = [name for name in NAMES if options(name).keep is not None]
-FIXED = [name for name in KEEP if REGISTRY.get(name).COUNT == "fixed"]
+FIXED = [name for name in KEEP if REGISTRY.get(name).COUNT == "fixed" and name != "evs"]  # keeps at least a frame
 GRIDS = [(1, 6, 8), (1, 7, 5), (3, 4, 5), (1, 1, 9)]
 FLOATS = ("features", "keys", "saliency", "windowed", "query", "query_keys")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.kit.reducer_data import best, cosine, options, run, signals
-from vlmcompress.reduction.methods import REGISTRY, dart, divprune, fastv, uniform
+from vlmcompress.reduction import methods
+from vlmcompress.reduction.methods import REGISTRY, dart, divprune, evs, fastv, uniform
 
 
 def length(rows):
@@ -113,6 +116,30 @@ def test_divprune_keeps_every_kind_before_a_second_of_any():
     kinds = [i // 5 for i in divprune.select(features, 4).tolist()]
     assert sorted(kinds) == [0, 1, 2, 3]
     assert len(set(divprune.select(features, 9).tolist())) == 9  # only duplicates are left, and none is taken twice
+
+
+def test_evs_keeps_the_first_frame_and_what_changes_most():
+    """Oracles: each token against the one at its place a frame before; vLLM's own. An image is a first frame."""
+    grid = (3, 4, 5)
+    features = signals(grid).features
+    change = [math.inf] * 20 + [1 - cosine(features[i], features[i - 20]) for i in range(20, 60)]
+    spec = importlib.util.find_spec("vllm")
+    file = Path(spec.submodule_search_locations[0]) / "multimodal/video_prune/evs.py"
+    spec = importlib.util.spec_from_file_location("evs_in_vllm", file)
+    vllms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(vllms)
+    for keep, count in ((0.75, 45), (0.5, 30), (0.1, 20)):
+        kept = run("evs", signals(grid), evs.Options(keep=keep)).anchor.tolist()
+        assert kept == sorted(best(change, count))
+        assert kept == vllms.compute_retention_mask(features, grid, 1, 1 - keep).nonzero()[:, 0].tolist()
+    assert len(run("evs", signals((1, 6, 8)), evs.Options(keep=0.1)).anchor) == 48
+
+
+def test_evs_of_a_share_that_is_no_token_keeps_the_first_frame():
+    s, chosen = signals((4, 1, 2)), evs.Options(keep=0.05)  # 0.4 of a token
+    assert chosen.budget(s.grid) == 2 and not methods.too_small(evs, s.grid, chosen)
+    assert run("evs", s, chosen).anchor.tolist() == [0, 1]
+    assert methods.too_small(evs, (1, 1, 2), chosen)  # of an image that is all
 
 
 def test_fastv_keeps_the_most_attended():

@@ -63,8 +63,8 @@ MVBENCH = {
 TVQA_RATE = 3.0  # frames a second, of the folders of frames
 
 
-def _clip(family: str, number: int) -> tuple[str, str, list[str], dict[str, list[Place | None]]]:
-    """Question, answer, choices, and of each thing its place in each frame, None where it is not there."""
+def draw(family: str, number: int) -> tuple[str, str, list[str], dict[str, list[Place | None]]]:
+    """Draw a clip: question, answer, choices, and of each thing its place in each frame, None where it is not there."""
     rng = Random(f"{family} {number}")
     things = [f"{colour} {rng.choice(SHAPES)}" for colour in rng.sample(sorted(COLOURS), 3)]
     corners = rng.sample([(x, y) for x in (50, 112, 174) for y in (50, 112, 174)], 3)
@@ -98,12 +98,12 @@ def _clip(family: str, number: int) -> tuple[str, str, list[str], dict[str, list
 
 def question_answer(family: str, number: int) -> tuple[str, str]:
     """The question about a clip, and its answer."""
-    return _clip(family, number)[:2]
+    return draw(family, number)[:2]
 
 
 def frames(family: str, number: int) -> list[Image.Image]:
     """The frames of a clip, in RGB."""
-    *_, places = _clip(family, number)
+    *_, places = draw(family, number)
     paper = tuple(Random(f"look of {family} {number}").randint(215, 250) for _ in range(3))
     images = []
     for frame in range(FRAMES):
@@ -145,7 +145,7 @@ def video(row: Mapping[str, Any]) -> list[Video]:
 def scores(row: Mapping[str, Any], answers: list[str]) -> dict[str, float]:
     """1 if the right choice is the only one in the answer; `parsed` is 0 where it has none or several."""
     text = " ".join(WORDS.get(word, word) for word in re.findall(r"\w+", answers[0].lower()))
-    named = [choice for choice in _clip(row["family"], row["number"])[2] if re.search(rf"\b{choice}\b", text)]
+    named = [choice for choice in draw(row["family"], row["number"])[2] if re.search(rf"\b{choice}\b", text)]
     return {"accuracy": float(named == [row["answer"]]), "parsed": float(len(named) == 1)}
 
 

@@ -7,6 +7,7 @@ module of this folder has
                 projector), "projected" (the rows that the language model would get), "llm" (within the language model)
     NEEDS       required fields of `Signals`
     OPTIONAL    fields of `Signals` that are used when present; left out if there are none
+    MEDIA       "video" for a method that keeps images whole; left out by all others
     COUNT       "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image
     SERVED      whether an engine that fixes one token count for all layers before encoding can serve it
     WHY_NOT     the reason, if SERVED is False
@@ -34,7 +35,8 @@ attention has an identity `reduce` and a `mask` (see `pevlm`). `reduce`, `reduce
 them. Every method is deterministic (equal scores go to the lower index), computes in float32 whatever the dtype, keeps
 raster order, and returns all tokens untouched for `keep: 1`; the same input gives the same bits in every call. One
 that is SERVED does not wait for its signals' device: no shape and no branch depends on a value, once it is given a
-count. An image whose share `keep` rounds to no token keeps all. To add a reducer, add a file.
+count. An image whose share `keep` rounds to no token keeps all (of a video, `evs` keeps the first frame at
+least). To add a reducer, add a file.
 """
 
 # ruff: noqa: F401  # what is imported here is what the package offers
