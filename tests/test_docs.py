@@ -143,7 +143,7 @@ def test_every_package_is_described():
 CONTRACTS = {
     "quantization/schemes": "Options needs scheme quantize smooth prepare quantize_group input_scale other ALIASES PRESETS "
     "sketch PREPARED_BY",
-    "reduction/methods": "STAGE NEEDS OPTIONAL COUNT SERVED WHY_NOT BATCHED NO_BETTER_THAN Options reduce merge",
+    "reduction/methods": "STAGE NEEDS OPTIONAL MEDIA COUNT SERVED WHY_NOT BATCHED NO_BETTER_THAN Options reduce merge",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
     "export/formats": "problems SCALES OTHER_NAMES renamed VOCABULARY GROUP_SIZE ENGINE model_config source_problems "
     "reducer_problem write_files token_ids TITLE",

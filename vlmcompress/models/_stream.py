@@ -12,7 +12,7 @@ parts (a norm on a branch's output, a convolution, a router, subtraction of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,7 @@ class Stream:
         return list(dict.fromkeys(self.readers.values()))
 
 
-def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] = ()) -> Stream:
+def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Collection[str] = ()) -> Stream:
     """Describe the residual stream of a model.
 
     Args:
@@ -114,7 +114,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Iterable[str] =
     return residual
 
 
-def _refuse_family(spec: ModelSpec, stored: Iterable[str]) -> None:
+def _refuse_family(spec: ModelSpec, stored: Collection[str]) -> None:
     """Raise `UserError` for families that cannot be rotated according to their spec."""
     if spec.norm_offset:
         reason = "and its blocks have more that acts on the stream than attention and MLP after a norm each"
