@@ -171,12 +171,12 @@ def evaluate(
     )
     data_path = Path(data) if data else None
     if ray is None:
-        return next(accuracy.evaluate_all([candidate], baseline, suites, data_path, options))
+        return accuracy.evaluate(candidate, baseline, suites, data_path, options)
     with closing(workers.of(ray)) as cluster:
         options = dataclasses.replace(
             options, engine=DataParallel(tested, cluster), baseline_engine=DataParallel(before, cluster)
         )
-        return next(accuracy.evaluate_all([candidate], baseline, suites, data_path, options))
+        return accuracy.evaluate(candidate, baseline, suites, data_path, options)
 
 
 def load(path: str | Path, *, trust_remote_code: bool = False) -> VLM:

@@ -102,6 +102,7 @@ def test_what_is_refused_and_what_is_not():
         "coverage",
         "dart",
         "divprune",
+        "evs",
         "learned",
         "pool",
         "random",

@@ -1,7 +1,7 @@
 """Accuracy of candidate and baseline on the same questions: answered by an engine, scored by the tasks, compared in pairs.
 
     engine = engines.get_engine("vllm")
-    (results,) = evaluate_all(["OUT"], "MODEL", ["world"], None, EvalOptions(engine, engine, limit=500))
+    results = evaluate("OUT", "MODEL", ["world"], None, EvalOptions(engine, engine, limit=500))
     results.suites[0].overall.verdict
 
 The baseline may also be an earlier report: its answers are taken from there, provided that the questions are the same.
@@ -67,6 +67,17 @@ class EvalOptions:
     restart: bool = False
     progress: Progress | None = None
     reading: Reading = PLAIN
+
+
+def evaluate(
+    candidate: str | Path,
+    baseline: str | Path,
+    suites: Sequence[str | Path | None],
+    data: Path | None,
+    options: EvalOptions,
+) -> Results:
+    """Compare one candidate with its baseline on every suite. See `evaluate_all`."""
+    return next(evaluate_all([candidate], baseline, suites, data, options))
 
 
 def evaluate_all(
