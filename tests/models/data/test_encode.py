@@ -110,8 +110,8 @@ def test_masks(family, loaded):
 
 
 FRAMES = 12  # at 8 a second; no processor's rule takes them all
-TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl"), {"fps": 2}) | dict.fromkeys(
-    ("llava-onevision", "internvl", "gemma4", "gemma4-moe"), {"num_frames": FRAMES}
+TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl", "exaone4-5"), {"fps": 2}) | dict.fromkeys(
+    ("llava-onevision", "internvl", "gemma4", "gemma4-moe", "gemma4-unified"), {"num_frames": FRAMES}
 )  # what a processor has to be told; Gemma 4's would ask for more frames than there are
 
 
@@ -127,7 +127,7 @@ def test_videos(kind, loaded, tmp_path):
     mixed = Sample("b", PAIR[:1], "what?", "cat", videos=tuple(videos[:1]))
     if getattr(vlm.processor, "video_processor", None) is None:
         return refused(lambda: encode(samples, vlm), f"sample 'a' shows a video, which {type(vlm.processor).__name__}")
-    if kind == "smolvlm" or kind.startswith("glm4v"):
+    if kind in ("smolvlm", "glm-ocr") or kind.startswith("glm4v"):
         refused(lambda: encode([mixed], vlm), "shows images and a video", "give one of the two")
     else:
         samples.append(mixed)
