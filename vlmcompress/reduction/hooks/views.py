@@ -99,6 +99,7 @@ class Views(Early):
         super()._hook()
         self._stays: list[bool] = []  # of this call's images
         if self.vlm.spec.visual_grid == "thw":
+            self._patches: Tensor  # which of all images' patches the tower gets, `[patches]` bool
             tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
             self._before(tower, self._leave_out)
             self._after(tower, self._put_back)
@@ -122,32 +123,37 @@ class Views(Early):
         return (), self._call.arguments | {"input_ids": ids, "pixel_values": pixels[kept]}
 
     def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Hook before a Qwen tower: leave in `[patches, d]` those of images that stay."""
+        """Hook before a tower: leave in `[patches, d]`, or `[1, patches, c, p, p]`, those of images that stay."""
         if all(self._stays):
             return None
         call = Call.of(module, args, kwargs)
-        patches, grid = call.get("hidden_states"), call.get("grid_thw")
+        name = "hidden_states" if call.get("hidden_states") is not None else "pixel_values"  # its first argument
+        patches, grid = call.get(name), call.get("grid_thw")
         kept = torch.tensor(self._stays, device=grid.device)
-        rows = kept.repeat_interleave(grid.prod(-1)).to(patches.device)
-        return (patches[rows],), kwargs | {"grid_thw": grid[kept]}
+        self._patches = kept.repeat_interleave(grid.prod(-1)).to(patches.device)
+        left = patches[self._patches] if patches.ndim == 2 else patches[:, self._patches]
+        return (left,), {key: value for key, value in kwargs.items() if key != name} | {"grid_thw": grid[kept]}
 
     def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Hook after a Qwen tower: put rows, deepstack's too, where the placeholders are; `Early` leaves out the others."""
+        """Hook after a tower: put rows, deepstack's too, where those of all images are; `Early` leaves out the others."""
         if all(self._stays) or output is None:
+            return
+
+        def spread(rows: Tensor, kept: Tensor) -> Tensor:
+            full = rows.new_zeros(len(kept), *rows.shape[1:])
+            full[kept.to(rows.device)] = rows
+            return full
+
+        if output.pooler_output is None:  # patches are merged after the tower, by the grids of all images
+            output.last_hidden_state = spread(output.last_hidden_state, self._patches)
             return
         parts = [
             torch.full((len(unit.columns),), stay) for unit, stay in zip(self.reduced_units, self._stays, strict=True)
         ]
         kept = torch.cat(parts)
-
-        def spread(rows: Tensor) -> Tensor:
-            full = rows.new_zeros(len(kept), *rows.shape[1:])
-            full[kept.to(rows.device)] = rows
-            return full
-
-        output.pooler_output = spread(output.pooler_output)
+        output.pooler_output = spread(output.pooler_output, kept)
         if getattr(output, "deepstack_features", None):
-            output.deepstack_features = [spread(level) for level in output.deepstack_features]
+            output.deepstack_features = [spread(level, kept) for level in output.deepstack_features]
 
     @property
     def _tokenizer(self) -> Any:
