@@ -105,8 +105,8 @@ TWO = ([picture(1, (140, 84)), picture(2, (84, 112))], "which of the two is the 
 NONE: tuple[list[Image.Image], str] = ([], "hello there")
 
 
-def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str]) -> dict[str, torch.Tensor]:
-    """Inputs of a batch, padded on the left. The images of a prompt come before its text, with a word between."""
+def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str], side: str = "left") -> dict[str, torch.Tensor]:
+    """Inputs of a batch, padded on one side. The images of a prompt come before its text, with a word between."""
     texts, images = [], []
     for pictures, question in prompts:
         parts = [part for _ in pictures for part in ({"type": "image"}, {"type": "text", "text": "x"})]
@@ -116,5 +116,5 @@ def encode(vlm: VLM, *prompts: tuple[list[Image.Image], str]) -> dict[str, torch
         )
         images.append(pictures)
     kwargs: Any = {"images": images} if any(images) else {}
-    batch = vlm.processor(text=texts, padding=True, return_tensors="pt", **kwargs)
+    batch = vlm.processor(text=texts, padding=True, padding_side=side, return_tensors="pt", **kwargs)
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}

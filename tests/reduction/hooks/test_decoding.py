@@ -97,11 +97,12 @@ def test_a_second_turn_with_an_image_of_its_own(family, method):
     torch.testing.assert_close(last.logits[0], full[0, -1:], atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"internvl"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"internvl", "exaone4-5"}))
 def test_beams_and_no_cache(family):
     """Beam search, which reorders the cache, equals generation that recomputes everything.
 
     One image a prompt, and no InternVL: transformers gives beams the wrong images where prompts have several (or tiles).
+    No EXAONE 4.5 either: to divide images among beams, transformers takes the number of their tokens for theirs, and fails.
     """
     vlm = tiny(family)
     inputs = encode(vlm, ONE, (TWO[0][:1], TWO[1]))

@@ -49,17 +49,12 @@ def test_the_oracle_sees_positions(family):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [
-        case for case in CASES if case[1] in ("random", "fastv", "pyramiddrop") and case[0] != "internvl"
-    ],  # it always pads on the left
+    [case for case in CASES if case[1] in ("random", "fastv", "pyramiddrop")],
 )
 def test_padding_on_the_right_stays_there(family, method):
     vlm = tiny(family)
-    vlm.processor.tokenizer.padding_side = "right"
-    try:
-        inputs = encode(vlm, ONE, TWO)
-    finally:
-        vlm.processor.tokenizer.padding_side = "left"
+    inputs = encode(vlm, ONE, TWO, side="right")
+    assert inputs["attention_mask"][:, 0].all() and not inputs["attention_mask"][:, -1].all()
     with attach(vlm, method, given(method)) as attached:
         reduced = vlm.model(**inputs).logits
     full = reference.logits(vlm, inputs, attached.stages)
@@ -98,6 +93,8 @@ def placed(vlm, inputs: dict) -> dict:
 def test_a_batch_is_its_prompts_one_by_one(family, method):
     vlm = tiny(family)
     prompts = [ONE, TWO, NONE]
+    # GLM-4.6V's router multiplies in float32, whose last bits vary with the number of tokens, without a reducer too
+    close = 1e-6 if family == "glm4v-moe" else 1e-9
     with attach(vlm, method, given(method)) as attached:
         batch = vlm.model(**placed(vlm, encode(vlm, *prompts))).logits[:, -1]
         together = attached.reduced_units
@@ -106,7 +103,7 @@ def test_a_batch_is_its_prompts_one_by_one(family, method):
             attached.reduced_units = []
             logits = vlm.model(**placed(vlm, encode(vlm, prompt))).logits[0, -1]
             apart += attached.reduced_units
-            torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(logits, expected, atol=close, rtol=close)
     for left, right in zip(together, apart, strict=True):
         assert torch.equal(left.reduction.target, right.reduction.target) and left.grid == right.grid
 
