@@ -219,9 +219,8 @@ class Teaching(Training):
         for row, (end, tail) in enumerate(zip(lengths, tails, strict=True)):
             part[row, :end] = 0
             first = places[..., row, end - 1].max() + 1
-            if (
-                films and self.step % 2
-            ):  # transformers 5.17 counts on from a frame's rows and columns, vLLM from all pairs
+            # After a video transformers 5.17 counts on from a frame's rows and columns, vLLM from all that the video has.
+            if films and self.step % 2:
                 first = places[..., row, :end].max() + 2
                 places[..., row, end - 1] = first - 1
             for number, (text, answer) in enumerate(tail, 1):

@@ -134,8 +134,7 @@ def table_of(source: str) -> Tensor:
     words = {
         name: entry
         for name, entry in models.stored_tensors(folder).items()
-        if name.endswith(TABLE) and not name.startswith("mtp.") and ".layers." not in name  # of draft heads
-        if entry.spec.dtype in FLOATS
+        if name.endswith(TABLE) and not name.startswith("mtp.") and entry.spec.dtype in FLOATS
     }
     if len(words) != 1:
         raise UserError(

@@ -18,7 +18,7 @@ SIGNALS = ("features", "query")
 
 
 class Processor(QwenProcessor):
-    """Mixin of the processor: text continues behind an image's tokens, however wide it is."""
+    """Mixin of the processor: text continues after all of an image's tokens."""
 
     def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
         """Select from the `full` placeholders of an image those that remain; text continues after all of them."""
