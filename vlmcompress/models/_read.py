@@ -244,7 +244,7 @@ def refuse_quantized(path: str | Path, config: Mapping[str, Any]) -> None:
     kind = f"quantized already ({method})" if method else "quantized already"
     again = "; of FP8, --from-quantized quantizes what it stands for" if _is_fp8(block) else ""
     raise UserError(
-        f"{path} is {kind}; give the 16-bit original (export and convert change only the format of this one{again})"
+        f"{path} is {kind}; give the 16-bit original (export changes only the format of this one{again})"
     )
 
 
