@@ -30,7 +30,6 @@ from typing import Any
 
 from vlmcompress.utils.errors import UserError, did_you_mean
 
-
 _ROOT = Path(__file__).parents[2]  # what holds the package
 
 
@@ -105,7 +104,9 @@ class Registry:
         if self.entry is None:
             return module
         if not hasattr(module, self.entry):
-            raise UserError(f"{self.noun} '{name}': {module.__name__} does not define {self.entry}; see CONTRIBUTING.md")
+            raise UserError(
+                f"{self.noun} '{name}': {module.__name__} does not define {self.entry}; see CONTRIBUTING.md"
+            )
         return getattr(module, self.entry)
 
     def summary(self, name: str) -> str:
