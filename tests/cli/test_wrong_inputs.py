@@ -281,14 +281,13 @@ def commands() -> Iterator[tuple[str, str]]:
             "ct --format fp8 -o new": "can only be read",
             "ct --format compressed-tensors -o new": "is already compressed-tensors",
             "ct --format awq -o ct": "is inside the source model",
-            f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
-            "nothing --format awq -o new": f"has no {MANIFEST}",
+            f"{DEMO} -o new": "is not quantized",
+            "nothing -o new": "does not exist",
             "ct --format awq --mmproj f16 -o new": "mmproj is the type of GGUF's tower",
             "ct --format awq -o new --shard-size many": "shard_size",
         },
     )
-    yield f"convert {DEMO} -o new", "is not quantized"
-    yield "convert nothing -o new", "does not exist"
+    yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
     yield "report-error out other", "out is a .* model and other a .* model"
     yield "report-error data", f"has no {MANIFEST}"
     yield "report-error out -o errors.pdf", "name it FILE.html"
@@ -615,7 +614,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     ),
     "MLX by its config alone": (
         edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
-        "convert llava -o new",
+        "export llava -o new",
         "no linear layer is quantized as the config says",
     ),
     "MLX to bench": (
@@ -623,7 +622,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
         "bench llava --baseline llava",
         "is for MLX, whose server counts .* vlmcompress serve llava writes",
     ),
-    "broken gguf": (broken_gguf, "convert model -o new", "has GGUF files, which are written and not read"),
+    "broken gguf": (broken_gguf, "export model -o new", "has GGUF files, which are written and not read"),
     # evaluation
     "no samples": (write("data.jsonl", ""), f"{EVAL} --data data.jsonl", "data.jsonl.*(empty|no samples)"),
     "repeated ids": (

@@ -244,9 +244,7 @@ def refuse_quantized(path: str | Path, config: Mapping[str, Any]) -> None:
     method = quantization_method(block) if isinstance(block, Mapping) else ""
     kind = f"quantized already ({method})" if method else "quantized already"
     again = "; of FP8, --from-quantized quantizes what it stands for" if _is_fp8(block) else ""
-    raise UserError(
-        f"{path} is {kind}; give the 16-bit original (export and convert change only the format of this one{again})"
-    )
+    raise UserError(f"{path} is {kind}; give the 16-bit original (export changes only the format of this one{again})")
 
 
 def _is_fp8(block: Any) -> bool:
