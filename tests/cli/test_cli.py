@@ -62,7 +62,7 @@ def test_every_verb_has_its_place(capfd, monkeypatch):
     """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
     monkeypatch.setenv("COLUMNS", "60")
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
-    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs) == 22
+    assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs)
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     output = capfd.readouterr().out
@@ -218,9 +218,9 @@ IMPORTS = {
     "inspect nowhere --image a.png --reduce pool -o new.png": (2, LIBRARIES),
     "doctor nowhere": (2, LIBRARIES),
     "doctor OUT": (2, LIBRARIES),
-    "convert nowhere -o OUT": (2, LIBRARIES),
-    "convert MODEL -o OUT --format nope": (2, LIBRARIES),
-    "export nowhere -o OUT --format awq": (2, LIBRARIES),
+    "convert MODEL -o OUT": (2, LIBRARIES),
+    "export MODEL -o OUT --format nope": (2, LIBRARIES),
+    "export nowhere -o OUT": (2, LIBRARIES),
     "push nowhere org/name": (2, LIBRARIES),
     "serve nowhere": (2, LIBRARIES),
     "eval nowhere --baseline MODEL": (2, LIBRARIES),

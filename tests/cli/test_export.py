@@ -1,4 +1,4 @@
-"""`export` and `convert` through the command line: what they print, and bad input in one line with exit code 2."""
+"""`export` through the command line: what they print, and bad input in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def checkpoint(tmp_path_factory) -> Path:
     return out
 
 
-def test_export_and_convert(checkpoint, tmp_path, capsys):
+def test_export_and_back(checkpoint, tmp_path, capsys):
     assert cli.main(["export", str(checkpoint), "--format", "gptq", "-o", str(tmp_path / "gptq"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["from"] == "compressed-tensors" and said["to"] == "gptq" and said["out"] == str(tmp_path / "gptq")
     assert said["weights_after"] < said["weights_before"]
-    assert cli.main(["convert", str(tmp_path / "gptq"), "-o", str(tmp_path / "back")]) == 0
+    assert cli.main(["export", str(tmp_path / "gptq"), "-o", str(tmp_path / "back")]) == 0
     assert "gptq -> compressed-tensors" in capsys.readouterr().out
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     assert cli.main(["doctor", str(tmp_path / "gptq")]) == 0

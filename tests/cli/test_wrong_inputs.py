@@ -281,14 +281,13 @@ def commands() -> Iterator[tuple[str, str]]:
             "ct --format fp8 -o new": "can only be read",
             "ct --format compressed-tensors -o new": "is already compressed-tensors",
             "ct --format awq -o ct": "is inside the source model",
-            f"{DEMO} --format awq -o new": f"has no {MANIFEST}",
-            "nothing --format awq -o new": f"has no {MANIFEST}",
+            f"{DEMO} -o new": "is not quantized",
+            "nothing -o new": "does not exist",
             "ct --format awq --mmproj f16 -o new": "mmproj is the type of GGUF's tower",
             "ct --format awq -o new --shard-size many": "shard_size",
         },
     )
-    yield f"convert {DEMO} -o new", "is not quantized"
-    yield "convert nothing -o new", "does not exist"
+    yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
     yield "report-error out other", "out is a .* model and other a .* model"
     yield "report-error data", f"has no {MANIFEST}"
     yield "report-error out -o errors.pdf", "name it FILE.html"
@@ -318,7 +317,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--reduce relevance:0.5": "'relevance' is query-aware; add --question",
             "--reduce dart:0.5 -o x.jpg": "--out x.jpg is a picture; name it FILE.png",
             "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
-            "--reduce dart:0.5 --image calib.jsonl": "is not an image that Pillow can read",
+            "--reduce dart:0.5 --image calib.jsonl": "is not an image in one of JPEG, PNG",
             "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
         },
     )
@@ -338,14 +337,16 @@ def commands() -> Iterator[tuple[str, str]]:
             "--image-size 1024x": "WIDTHxHEIGHT",
             "--image-size 0x5": "WIDTHxHEIGHT",
             "--image-size 99999x99999": "more than 50",
-            "--sizes 64x64,oops": "--sizes oops",
             "--video 8x64": "FRAMESxWIDTHxHEIGHT",
             "--images-per-request -1": "--images-per-request -1",
             "--out-tokens 0": "--out-tokens 0",
             "--kv-cache fp-8": "did you mean 'fp8'",
             "--memory lots": "not a size",
-            "--plot chart.png": "should end in .svg",
-            "--plot nowhere/chart.svg": "does not exist",
+            "--memory ٣": "--memory '٣' is not a size",
+            "--tp ٣": "--tp: invalid int value",
+            "--memory=": "--memory has an empty value",
+            "--kv-cache-memory=": "--kv-cache-memory has an empty value",
+            "--reduce=": "--reduce has an empty value",
             "--reduce darts:0.5": "did you mean 'dart'",
             "--reduce fastv:0.5": "--reduce fastv",
             "--speculative mpt": "did you mean 'mtp'",
@@ -557,7 +558,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "empty rows": (write("calib.jsonl", ""), GPTQ, "empty|no rows|no samples"),
     "no columns": (rows({"pixels": "a.png"}), GPTQ, "column|question"),
     "truncated image": (cut("a.png", 200), GPTQ, "a.png"),
-    "decompression bomb": (lambda: Image.new("1", (14_000, 14_000)).save("a.png"), GPTQ, "196 Mpx.*shrink it"),
+    "decompression bomb": (lambda: Image.new("1", (14_000, 14_000)).save("a.png"), GPTQ, "is too large .*shrink it"),
     "endless image": (
         rows({"image": "/dev/zero", "question": "q"}),
         GPTQ,
@@ -615,7 +616,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     ),
     "MLX by its config alone": (
         edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
-        "convert llava -o new",
+        "export llava -o new",
         "no linear layer is quantized as the config says",
     ),
     "MLX to bench": (
@@ -623,7 +624,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
         "bench llava --baseline llava",
         "is for MLX, whose server counts .* vlmcompress serve llava writes",
     ),
-    "broken gguf": (broken_gguf, "convert model -o new", "has GGUF files, which are written and not read"),
+    "broken gguf": (broken_gguf, "export model -o new", "has GGUF files, which are written and not read"),
     # evaluation
     "no samples": (write("data.jsonl", ""), f"{EVAL} --data data.jsonl", "data.jsonl.*(empty|no samples)"),
     "repeated ids": (

@@ -192,14 +192,14 @@ def run(capsys, *arguments) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["convert", "quantize"])
+@pytest.mark.parametrize("verb", ["export", "quantize"])
 def test_no_command_drops_a_key(verb, tmp_path, capsys):
     """Of a checkpoint in FP8, with a rotation of inputs while it runs, and with a KV cache in FP8 that has no scales."""
     folder = tmp_path / "fp8"
     rtn.write(build("llava", tmp_path / "source"), folder, rtn.SCHEMES["fp8"])
     plain = copy.deepcopy(json.loads((folder / "config.json").read_text())["quantization_config"])
-    command = {"convert": (), "quantize": ("--from-quantized", "--scheme", "rtn")}[verb]
-    format = {"convert": ("--format", "bf16"), "quantize": ()}[verb]
+    command = {"export": (), "quantize": ("--from-quantized", "--scheme", "rtn")}[verb]
+    format = {"export": ("--format", "bf16"), "quantize": ()}[verb]
     for keys, message in (
         ({"transform_config": {"config_groups": {"R4": ROTATION}}}, "transform_config"),
         ({"kv_cache_scheme": OUTPUTS}, "kv_cache_scheme, but the checkpoint has no scales of keys and values"),
@@ -238,7 +238,7 @@ def ministral(tmp_path_factory) -> Path:
 def test_ministral_3_as_published(ministral, tmp_path, capsys):
     """Oracle: transformers' own reading, which is dequantized where there is no GPU. In compressed-tensors it is fp8-static."""
     theirs = AutoModelForImageTextToText.from_pretrained(ministral, dtype=torch.bfloat16).state_dict()
-    code, error = run(capsys, "convert", ministral, "-o", tmp_path / "ct")
+    code, error = run(capsys, "export", ministral, "-o", tmp_path / "ct")
     assert code == 0, error
     before, after = Stored.of(ministral), Stored.of(tmp_path / "ct")
     static = FORMATS.get("compressed-tensors").scheme_of(
@@ -253,7 +253,7 @@ def test_ministral_3_as_published(ministral, tmp_path, capsys):
         weight, _, input_scale = after[name]
         assert torch.equal(weight.dequantize(torch.bfloat16), theirs[f"{name}.weight"])
         assert torch.equal(input_scale, files[f"{before.layers[name].prefix}activation_scale"].reshape(1))
-    code, error = run(capsys, "convert", ministral, "-o", tmp_path / "bf16", "--format", "bf16")
+    code, error = run(capsys, "export", ministral, "-o", tmp_path / "bf16", "--format", "bf16")
     assert code == 0, error
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "bf16", dtype="auto").state_dict()
     assert plain.keys() == theirs.keys() and all(torch.equal(plain[name], theirs[name]) for name in plain)

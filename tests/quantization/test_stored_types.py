@@ -129,7 +129,7 @@ def test_numbers_that_do_not_fit(model, tmp_path):
 
 
 def test_the_doctor_finds_a_mix_in_the_checkpoint_of_another_tool(model, tmp_path):
-    """A norm in float32 after layers in bfloat16 ends in an error in transformers; `convert` writes all in one type."""
+    """A norm in float32 after layers in bfloat16 ends in an error in transformers; `export` writes all in one type."""
     written(model("llava"), tmp_path / "out")
     (tmp_path / "out" / "vlmcompress.json").unlink()
     mixed = stored_as(tmp_path / "out", tmp_path / "mixed", lambda t: t.float() if t.ndim == 1 and len(t) > 3 else t)

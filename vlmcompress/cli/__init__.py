@@ -50,17 +50,25 @@ _EXTRAS = {
 }
 
 
+# Earlier verb -> what to type now.
+RETIRED = {
+    "convert": "vlmcompress export MODEL -o NEW",
+}
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse one call: the result's `verb` is its verb, `extra` the arguments after `--` for another program.
 
     Raises:
-        UserError: an unknown verb or flag, a bad value, or one that is not text.
+        UserError: an unknown or earlier verb, an unknown flag, a bad value, or one that is not text.
     """
     for word in arguments:
         # Arguments can be file names, which are written to manifests and engine settings in UTF-8.
         if word.encode(errors="ignore").decode() != word:
             raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
     verb = next((word for word in arguments if not word.startswith("-")), None)
+    if verb in RETIRED and verb not in VERBS:
+        raise UserError(f"there is no verb '{verb}' any more; type {RETIRED[verb]}")
     extra: list[str] = []
     if "--" in arguments and verb is not None and verb in VERBS and getattr(VERBS.get(verb), "PASSES_ON", False):
         cut = arguments.index("--")

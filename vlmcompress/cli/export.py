@@ -1,4 +1,4 @@
-"""Write a compressed checkpoint in another format, without quantizing again."""
+"""Write a compressed checkpoint, also another tool's, in another format, without quantizing again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from vlmcompress.cli import _process
+from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._outcome import OK, Outcome
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.registry import FORMATS
@@ -19,31 +19,32 @@ PLACE = 41
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="OUT", help="folder of the compressed checkpoint")
-    converting(parser)
+    parser.add_argument("checkpoint", metavar="OUT", help="folder of the quantized checkpoint, or its id on the Hub")
+    about = "see vlmcompress list formats"
+    parser.add_argument("--format", metavar="FORMAT", default="compressed-tensors", help=about)
+    about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
+    parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)
+    parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
+    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file")
+    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")
     parser.epilog = (
         "Codes and scales are only packed differently: unpacked, they are equal bit for bit. Layers that the format cannot\n"
-        "hold are refused by name. Formats: see vlmcompress list formats."
+        "hold are refused by name. Of other tools it reads compressed-tensors, AutoAWQ (gemm), GPTQ (v1, v2), auto-round,\n"
+        "FP8, ModelOpt and MLX, from safetensors only."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint in the other format."""
-    from vlmcompress.export import manifest
+    from vlmcompress.utils import hub
 
-    source = Path(args.checkpoint)
-    manifest.read_manifest(source)
-    return carry_out(source, args)
-
-
-def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
-    """Write `source` in another format; `args`: the flags of `converting`."""
+    _flags.check_model(args.checkpoint, family=False)
     FORMATS.check(args.format)
+    source, out = hub.local(args.checkpoint), Path(args.out)
     _process.import_transformers()
     from vlmcompress.export import manifest
     from vlmcompress.export.convert import convert
 
-    out = Path(args.out)
     earlier = manifest.read_manifest(source)["warnings"] if (source / manifest.MANIFEST).is_file() else ()
     with closing(ProgressBar()) as bar:
         record = convert(
@@ -66,14 +67,3 @@ def carry_out(source: Path, args: argparse.Namespace) -> Outcome:
         ("time", duration(seconds)),
     ]
     return OK, data, f"{out}\n{table(rows)}"
-
-
-def converting(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the flags of export and convert; `default`: the default format; None: `--format` is required."""
-    about = "see vlmcompress list formats"
-    parser.add_argument("--format", metavar="FORMAT", required=default is None, default=default, help=about)
-    about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
-    parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)
-    parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file")
-    parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")

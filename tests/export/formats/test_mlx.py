@@ -108,7 +108,7 @@ def test_folders_of_mlx_vlm_are_read(tmp_path):
     (source / "config.json").write_text(json.dumps(_mlx_config.published(config)))
     paths = ["--hf-path", str(source), "--mlx-path", str(folder)]
     subprocess.run([sys.executable, "-m", "mlx_vlm.convert", *paths, "-q", "--q-bits", "4"], check=True)
-    assert main(["convert", str(folder), "--format", "bf16", "-o", str(dense)]) == 0
+    assert main(["export", str(folder), "--format", "bf16", "-o", str(dense)]) == 0
     stored, written = mx.load(str(folder / "model.safetensors")), load_file(dense / "model.safetensors")
     for name in ("self_attn.q_proj", "mlp.down_proj"):
         layer = [stored[f"language_model.model.layers.1.{name}.{part}"] for part in ("weight", "scales", "biases")]

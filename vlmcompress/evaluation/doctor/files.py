@@ -374,7 +374,7 @@ def _types(subject: _Subject) -> str:
         dtype = str(tensor_files.DTYPES[plain[wrong[0]].dtype]).removeprefix("torch.")
         raise UserError(
             f"{len(wrong)} tensors are not in {kind.name}, the model's type, first '{wrong[0]}' in {dtype}: transformers "
-            "does not cast tensors of a quantized checkpoint, and fails; vlmcompress convert writes all in one type"
+            "does not cast tensors of a quantized checkpoint, and fails; vlmcompress export writes all in one type"
         )
     wide = [name for name in other if not name.endswith("_global_scale")]
     return f"{kind.name}" + (f", but {len(wide)} scales in float32, which only vLLM supports" if wide else "")
