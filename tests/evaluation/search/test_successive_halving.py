@@ -123,6 +123,13 @@ def test_rungs_grow_threefold_and_never_ask_too_little(questions, rungs) -> None
     assert rules.looks == 1 + len(rungs) and ETA == 3
 
 
+def test_no_candidate_is_asked_more_than_the_original() -> None:
+    """The fewest questions that a search takes are fewer than single changes are asked elsewhere."""
+    world = World(SCHEMES | REDUCERS)
+    _, winner = run(world, rules=Rules(0.3, 30))
+    assert {questions for _, questions in world.log} == {30} and winner
+
+
 @pytest.mark.parametrize("breaks", [{"half": 1}, {BEST: 1}, {BEST: 900}, {"awq": 100}])
 def test_a_failure_is_noted_and_the_race_goes_on(breaks) -> None:
     world = World(SCHEMES | REDUCERS, breaks=breaks)

@@ -41,7 +41,7 @@ class Rules:
 
     Attributes:
         margin: the allowed loss of accuracy, as a share.
-        questions: number of available questions.
+        questions: number of available questions; no candidate is asked more, as the original was not.
         confirming: the effective number of images of the confirmation; None: no confirmation.
     """
 
@@ -113,7 +113,7 @@ class CandidateState:
 
     @property
     def score(self) -> float:
-        """See `posterior.worth`."""
+        """See `posterior.expected_gain`."""
         return expected_gain(self.gain, self.chance)
 
     @property
@@ -136,7 +136,7 @@ class SuccessiveHalving:
         """Run to the end. Returns the winner; None if no candidate is better than the original within the floor."""
         first = [CandidateState(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
         self.states |= {state.candidate.name: state for state in first}
-        self._ask(first, self.rules.first)
+        self._ask(first, min(self.rules.first, self.rules.questions))
         going = self._joined()
         # Successive halving (Jamieson and Talwalkar, 2016): of each rung the best ETA-th goes on to ETA times the questions.
         for number, questions in enumerate(self.rules.rungs):
