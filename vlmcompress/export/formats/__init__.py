@@ -108,7 +108,7 @@ class Reader(ExportFormat, Protocol):
         ...
 
     def quantizes(self, config: Mapping[str, Any], name: str) -> bool | None:
-        """Whether an engine takes the linear layer `name` for quantized, by the checkpoint's block; None: its tensors decide."""
+        """Whether an engine takes the linear layer `name` for quantized, by the block; None: its tensors decide."""
         ...
 
     def read(
