@@ -367,7 +367,11 @@ def drafting(args: argparse.Namespace, model: str) -> str | None:
 
 def judging(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a report and a gate."""
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument(
+        "--report",
+        metavar="FOLDER",
+        help="write report.html, report.md, results.json, junit.xml, badge.json; of eval also answers.jsonl",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument(
         "--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit code 1 or 4 unless passed"
