@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
     from vlmcompress.recipe import Recipe
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and folds those that are longer than the terminal's."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = super()._fill_text(text, width, indent).splitlines()
+        return "\n".join(textwrap.fill(line, width) if len(line) > width else line for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `UserError` with a suggestion instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
         for number in (int, float):
             self.register("type", number, partial(_ascii, number))
@@ -358,7 +367,11 @@ def drafting(args: argparse.Namespace, model: str) -> str | None:
 
 def judging(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a report and a gate."""
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument(
+        "--report",
+        metavar="FOLDER",
+        help="write report.html, report.md, results.json, junit.xml, badge.json; of eval also answers.jsonl",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument(
         "--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit code 1 or 4 unless passed"
