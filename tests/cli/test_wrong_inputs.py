@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 HUGE = 10**12
 NESTED = "[" * 100_000 + "]" * 100_000
 RTN, GPTQ = "quantize llava -o new --scheme rtn", "quantize llava -o new --scheme gptq --calib calib.jsonl"
-TOKENS, PLAN = "tokens llava --image-size 56x56", "plan llava"
+TOKENS, PLAN = "check llava --image-size 56x56", "plan llava"
 EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}"
 RECOVER = "recover llava --calib data/calib.jsonl -o new"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
@@ -259,7 +259,7 @@ def commands() -> Iterator[tuple[str, str]]:
         },
     )
     yield f"{BENCH} --load open:8", "--load"
-    yield f"{BENCH} --requests 0", "--requests 0: must be at least 1"
+    yield f"{BENCH} --requests 0", "--requests 0: must be from 1 to"
     yield f"{BENCH} --report calib.jsonl", "calib.jsonl.*(Not a directory|File exists)"
     yield f"bench nothing --baseline {DEMO}", "no such checkpoint folder"
     yield from each(
@@ -293,7 +293,7 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "report-error out -o errors.pdf", "name it FILE.html"
     yield "report-error out --top -1", "--top is -1"
     yield "report-error out --stats s", "--stats and --model belong together"
-    yield "tokens llava", "missing --image-size"
+    yield "check llava --question q", "give their --image-size"
     yield from each(
         TOKENS,
         {
@@ -429,7 +429,7 @@ def paths() -> Iterator[tuple[str, Spoil | None, list[str]]]:
             "out": ["quantize", "llava", "-o", path, "--scheme", "rtn"],
             "recipe": ["quantize", "llava", "-o", "new", "--recipe", path],
             "calib": ["quantize", "llava", "-o", "new", "--scheme", "gptq", "--calib", path],
-            "tokens": ["tokens", path, "--image-size", "56x56"],
+            "tokens": ["check", path, "--image-size", "56x56"],
             "doctor": ["doctor", path],
         }.items():
             yield f"{kind}-{place}", link("loop", "loop") if kind == "loop" else None, command

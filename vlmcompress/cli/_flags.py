@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
     from vlmcompress.recipe import Recipe
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and folds those that are longer than the terminal's."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = super()._fill_text(text, width, indent).splitlines()
+        return "\n".join(textwrap.fill(line, width) if len(line) > width else line for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `UserError` with a suggestion instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
         for number in (int, float):
             self.register("type", number, partial(_ascii, number))

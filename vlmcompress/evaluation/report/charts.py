@@ -299,7 +299,7 @@ def accuracy_axis(rows: Sequence[AccuracyRow]) -> Axis:
 
 def gain_axis(rows: Sequence[Ratio]) -> Axis:
     """A logarithmic axis for ratios, with 1x inside."""
-    ends = [words.gain_ratio(r, x) for r in rows if words.comparable(r) for x in (r.low, r.high)]
+    ends = [x for r in rows if words.comparable(r) for x in (r.low, r.high)]
     return replace(logarithmic(min([0.9, *ends]), max([1.1, *ends])), text=_times)
 
 
@@ -327,15 +327,13 @@ def accuracy(row: AccuracyRow, axis: Axis) -> Markup:
 
 
 def gain_chart(name: str, r: Ratio, axis: Axis) -> Markup:
-    """A ratio, turned so that right is better; whiskers are the extremes of the repeats."""
+    """A gain, so that right is better; whiskers are the extremes of the repeats."""
     if not words.comparable(r):
         return _row(f"{words.metric_name(name)}: not comparable", axis, 1.0)
-    low, high = sorted(words.gain_ratio(r, x) for x in (r.low, r.high))
-    middle = words.gain_ratio(r, r.ratio)
-    tone = "even" if words.unclear(r) else "pass" if middle > 1 else "fail"
+    tone = "even" if words.unclear(r) else "pass" if r.gain > 1 else "fail"
     ends = f" ({spread} in the repeats)" if (spread := words.spread(r)) else ""
     label = f"{words.metric_name(name)}: {words.pace(r)}{ends}"
-    return _row(label, axis, 1.0, (), _whisker(axis, low, middle, high, tone))
+    return _row(label, axis, 1.0, (), _whisker(axis, r.low, r.gain, r.high, tone))
 
 
 def _row(label: str, axis: Axis, zero: float, ground: Sequence[Markup] = (), *marks: Markup) -> Markup:

@@ -185,4 +185,4 @@ class Measured:
     def take(self, candidate: Candidate, ratio: Ratio) -> float:
         """Store a measurement, and return the gain."""
         self.ratios[candidate.name] = ratio
-        return ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio
+        return ratio.gain

@@ -208,6 +208,14 @@ def preview(
     return Preview(count, rows, decoded[0])
 
 
+def check_answers(source: str | Path, columns: Mapping[str, str]) -> None:
+    """Raise `UserError` for data that are missing or have no answers, as `load_samples` would, if that takes no time."""
+    path = Path(source)
+    here = hub.parse_repository(source, "dataset") is None and not (path / "dataset_info.json").is_file()
+    if here and not (path.is_file() and path.stat().st_size > _LARGE):
+        _open(path, columns, answered=True)
+
+
 def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
     """The numbers of all rows in order of their hashes, or in the table's order if `samples` is None."""
     if samples is not None and samples < 1:
