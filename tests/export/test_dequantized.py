@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -137,6 +138,23 @@ def test_codes_are_no_weights_without_a_right_scale(source, scale, message, tmp_
         code, output, error = run(capsys, verb, fp8, *flags)
         assert code == 2 and message in output + error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
+
+
+def test_fp8_with_the_names_of_comfyui(source, tmp_path, capsys):
+    """Its config.json says nothing of FP8; with the block that the message names, the weights are those of the codes."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    rtn.write(source, ours, rtn.SCHEMES["fp8"])
+    shutil.copytree(ours, theirs)
+    (theirs / "vlmcompress.json").unlink()
+    weights, config = load_file(ours / "model.safetensors"), json.loads((ours / "config.json").read_text())
+    renamed = {name.replace(".weight_scale", ".scale_weight"): value for name, value in weights.items()}
+    save_file(renamed, theirs / "model.safetensors")
+    for block in (None, {"quant_method": "fp8"}):
+        (theirs / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+        code, _, error = run(capsys, "export", theirs, "-o", tmp_path / "out")
+        assert code == (0 if block else 2), error
+        assert block or 'add "quantization_config": {"quant_method": "fp8"}' in error
+    assert torch.equal(*(Stored.of(folder)[ROUNDED][0].dequantize() for folder in (ours, tmp_path / "out")))
 
 
 def test_what_is_not_fp8_is_not_rounded_twice(source, tmp_path, capsys):

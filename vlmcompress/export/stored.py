@@ -91,6 +91,11 @@ class Stored(Mapping[str, Quantized]):
         """
         config = models.read_config(path)
         block = models.quantization_block(path, config)
+        if not block and (comfy := [name for name in models.stored_tensors(path) if name.endswith(".scale_weight")]):
+            raise UserError(
+                f"'{comfy[0]}' is a scale as ComfyUI writes them, and {path / 'config.json'} says nothing of FP8; add "
+                '"quantization_config": {"quant_method": "fp8"} to it'
+            )
         if not block:
             raise UserError(f"{path} is not quantized; quantize it (--scheme none keeps its weights)")
         if not isinstance(block, dict):
