@@ -248,7 +248,7 @@ def commands() -> Iterator[tuple[str, str]]:
     yield from each(
         EVAL,
         {
-            "--suite chartqq": "no suite is called 'chartqq'; did you mean 'chartqa'",
+            "--suite chartqq": "no suite is called 'chartqq', here or in lm-eval; did you mean 'chartqa'",
             "--suite chartqa": r"VLMCOMPRESS_DATA|--data",
             "--suite nothing.yaml": "suite .*nothing.yaml does not exist",
             "--engine vlm": "unknown engine 'vlm'; did you mean 'vllm'",
