@@ -17,7 +17,7 @@ from PIL import Image
 from tests.kit.pictures import picture, refused
 from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data.encode import check_placeholders, encode, encode_prompt, encode_usable
+from vlmcompress.models.data.encode import check_processor_and_template, encode, encode_prompt, encode_usable
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import Reading
 from vlmcompress.utils.errors import UserError
@@ -82,7 +82,7 @@ def test_settings_that_config_json_contradicts(checkpoint, tmp_path, kind, keys,
     vlm = changed(checkpoint(kind), tmp_path / "model", **keys)
     why = "refuses it" if "patch_size" in keys else "placeholder tokens for"
     refused(lambda: encode([sample((130, 90))], vlm), "row 1: ", why, f"in processor_config.json {says}")
-    refused(lambda: check_placeholders(vlm), "a test image: ", says)
+    refused(lambda: check_processor_and_template(vlm), "a test image: ", says)
 
 
 def test_a_wrong_image_token(checkpoint, tmp_path):

@@ -45,6 +45,7 @@ DECODED = 64 << 20
 """Most bytes of image files that a preview decodes; of further ones it reads headers only."""
 _LARGE = 256 << 20  # bytes of JSON beyond which reading takes seconds
 _FIRST = 8  # rows that a preview reads from a table that contains images
+_LONGEST_ID = 10_000  # bytes
 _NAMED = 20  # most bad rows that a message lists
 
 
@@ -485,10 +486,10 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
             f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress"
         ) from error
     try:
-        file = pq.ParquetFile(path)
-        names = tuple(file.schema_arrow.names)
-        count, key = file.metadata.num_rows, columns.get("id", "id")
-        ids = file.read(columns=[key])[key].to_pylist() if key in names else [None] * count
+        key = columns.get("id", "id")
+        file = pq.ParquetFile(path, read_dictionary=[key])  # one copy of an id that is stored once for many rows
+        names, count = tuple(file.schema_arrow.names), file.metadata.num_rows
+        ids = _short_ids(file.read(columns=[key])[key], path) if key in names else [None] * count
     except pa.ArrowException as error:
         raise UserError(f"{path} is not readable parquet ({error_text(error)}); write it again") from error
 
@@ -508,6 +509,24 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         return taken
 
     return _Table(path.name, path.parent, names, ids, rows, lambda index: f"row {index + 1}")
+
+
+def _short_ids(column: Any, path: Path) -> list[Any]:
+    """The values of a parquet column as a list. Raises `UserError` for texts that are too long to be ids."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for chunk in column.chunks:
+        values = chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
+        text = any(
+            is_kind(values.type) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
+        )
+        if text and (longest := pc.max(pc.binary_length(values)).as_py() or 0) > _LONGEST_ID:
+            raise UserError(
+                f"{path} has an id of {longest:,} bytes, more than {_LONGEST_ID:,}; name a column of short ids by --columns "
+                "id=A"
+            )
+    return column.to_pylist()
 
 
 def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:
