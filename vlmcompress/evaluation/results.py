@@ -112,6 +112,7 @@ class Scored(_Record):
     `*_tokens` are those of the language model's prompt, `*_visual` the visual ones among them, if known. `*_parsed` is False if
     the task found no answer in the text. `kl` is the divergence of the first token's distribution. `*_refused` is the reason
     why the model or its engine failed on the question, which then counts as wrong; for both sides if the baseline failed.
+    `*_finish`: why the answer ended, as the engine says ("stop", "length", ...); "thinking" if its thoughts do not end.
     """
 
     id: str
@@ -133,6 +134,8 @@ class Scored(_Record):
     kl: float | None = None
     baseline_refused: str = ""
     candidate_refused: str = ""
+    baseline_finish: str = ""
+    candidate_finish: str = ""
 
     @property
     def change(self) -> Literal[0, 1, 2]:
@@ -212,7 +215,8 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `*_tokens`: counts (baseline, candidate) of all samples.
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `unfinished` (thoughts that do not end) and `*_tokens`:
+    counts (baseline, candidate) of all samples; `empty_finish`: why the empty answers ended -> their number.
 
     `scoring` defines `metric`; `choice` explains how it was chosen by the baseline's answers, if it was; `derived_ids`: some
     samples had no id in the data and are identified by a hash of their content.
@@ -233,6 +237,8 @@ class Suite(_Record):
     unparsed: Counts = (0, 0)
     refused: Counts = (0, 0)
     empty: Counts = (0, 0)
+    empty_finish: tuple[dict[str, Count], dict[str, Count]] = ({}, {})
+    unfinished: Counts = (0, 0)
     cut_off: Counts = (0, 0)
     prompt_tokens: Counts = (0, 0)
     visual_tokens: Counts | None = None

@@ -219,7 +219,7 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[GateRul
             )
         )
     if rules.unparsed is not None:
-        share = suite.unparsed[1] / suite.samples
+        share = (suite.unparsed[1] + suite.unfinished[1]) / suite.samples
         limit = f"at most {100 * rules.unparsed:.1f}%"
         judged.append(_bound(f"{suite.name}: unparsed answers", share <= rules.unparsed, f"{100 * share:.1f}%", limit))
     if rules.divergence is not None:

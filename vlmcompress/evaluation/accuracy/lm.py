@@ -23,6 +23,7 @@ from PIL import Image
 
 from vlmcompress.engines import Answer, Request
 from vlmcompress.evaluation.accuracy import benchmarks, local_data
+from vlmcompress.evaluation.accuracy.thoughts import UNFINISHED, Thoughts
 from vlmcompress.models.data.samples import MARK, Sample
 from vlmcompress.models.data.video import Video
 from vlmcompress.utils.errors import UserError
@@ -38,16 +39,18 @@ class EngineLM(LM):
         ask: function that answers requests greedily, by id.
         identify: function from a request of lm-eval to its sample id.
         media: folder to which each image is written once.
+        thoughts: how the model thinks.
 
     Attributes:
-        requests, answers: all requests and answers so far, by sample id; answers are cut at the task's stop strings.
+        requests, answers: all requests and answers so far, by sample id; answers are without thoughts, and cut at the task's
+            stop strings.
     """
 
     MULTIMODAL = True
 
-    def __init__(self, ask: Ask, identify: Callable[[Instance], str], media: Path):
+    def __init__(self, ask: Ask, identify: Callable[[Instance], str], media: Path, thoughts: Thoughts | None = None):
         super().__init__()
-        self._ask, self._identify, self._media = ask, identify, media
+        self._ask, self._identify, self._media, self._thoughts = ask, identify, media, thoughts or Thoughts()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
 
@@ -71,8 +74,17 @@ class EngineLM(LM):
             stops[identity], request = self._request(identity, *instance.args)
             self.requests[identity] = request
         answers = self._ask([self.requests[identity] for identity in dict.fromkeys(ids)])
-        self.answers |= {identity: cut(answers[identity], stops[identity]) for identity in ids}
+        # A server's chat template is unknown: it opens thoughts if some answers only close them.
+        begun = any(self._thoughts.ends_without_beginning(answer.text) for answer in answers.values())
+        self.answers |= {identity: cut(self._answer(answers[identity], begun), stops[identity]) for identity in ids}
         return [self.answers[identity].text for identity in ids]
+
+    def _answer(self, answer: Answer, begun: bool) -> Answer:
+        """The answer without thoughts; without text, and `UNFINISHED`, if they do not end."""
+        if not answer.text:
+            return answer
+        text = self._thoughts.answer(answer.text, begun and answer.finish == "length")
+        return replace(answer, text="", finish=UNFINISHED) if text is None else replace(answer, text=text)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise UserError(f"task {requests[0].task_name} compares log-likelihoods; only output_type generate_until works")

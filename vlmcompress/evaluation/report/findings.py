@@ -81,7 +81,8 @@ class SuiteFindings:
         return [
             ("no answer found in the text", self.suite.unparsed),
             ("not answered, as the model or engine raised", self.suite.refused),
-            ("empty answers", self.suite.empty),
+            (words.empty(self.suite), self.suite.empty),
+            (f"thoughts that {self.suite.max_tokens} tokens do not end (raise --max-tokens)", self.suite.unfinished),
             (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
         ]
 

@@ -215,6 +215,14 @@ def agreement(suite: Suite) -> list[str]:
     return lines
 
 
+def empty(suite: Suite) -> str:
+    """What the count of empty answers is about, with the reasons why they ended."""
+    reasons = {
+        reason: count for side in suite.empty_finish for reason, count in side.items() if reason not in ("", "stop")
+    }
+    return "empty answers" + f" (finish_reason {', '.join(sorted(reasons))})" * bool(reasons)
+
+
 def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
     """A sentence on the samples that a side could not answer, with reasons; at most the first `most`."""
     if not any(suite.refused):
