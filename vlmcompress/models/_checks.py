@@ -11,9 +11,8 @@ that: their lists of model types and architectures are read as text, vLLM's if i
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,19 +59,6 @@ def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
             raise UserError(
                 f"{file}: {where} is {value:,}, and the weight files hold {tensors:,} tensors; {OTHER_CONFIG}"
             )
-
-
-def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
-    """Raise `UserError` for a config.json that implies far more weights than the files hold.
-
-    Args:
-        weights: number of weights according to config.json.
-        headers: `{"dtype", "shape"}` of each tensor.
-        quantized: whether a stored number may pack several weights, such as 16 weights of 2 bits in 32 bits.
-    """
-    stored = sum(math.prod(entry["shape"]) for entry in headers)
-    if weights > stored * (16 if quantized else 2):
-        raise UserError(f"{file} asks for {weights:,} weights, and the weight files hold {stored:,}; {OTHER_CONFIG}")
 
 
 def check_processor(folder: Path) -> None:

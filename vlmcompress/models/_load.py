@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._checks import OTHER_CONFIG, check_processor, check_total
+from vlmcompress.models._checks import OTHER_CONFIG, check_processor
 from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import (
     COMPUTED,
@@ -93,9 +93,6 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
             _experts.split_experts(meta_model, spec)
     except Exception as error:  # a wrong value in a config can raise anything
         raise UserError(f"{file} is not a valid config ({error_text(error)}); restore it from the source") from error
-    if weights:
-        parameters = sum(parameter.numel() for parameter in meta_model.parameters())
-        check_total(parameters, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
     return meta_model
 
 
@@ -333,16 +330,16 @@ def _names(path: Path, meta_model: PreTrainedModel) -> tuple[dict[str, str], set
     except UserError:
         used = {ADAPTER_WEIGHTS, *(entry["file"] for entry in headers.values())}
         others = [file for file in sorted(path.glob("*.safetensors")) if file.name not in used]
-        more = {entry.name: file.name for file in others for entry in read_entries(file)}
+        unnamed = {entry.name: file.name for file in others for entry in read_entries(file)}
         try:
-            disk_names(meta_model, {**headers, **more}, unused)
+            disk_names(meta_model, {**headers, **unnamed}, unused)
         except UserError:
-            more = {}
-        if not more:
+            unnamed = {}
+        if not unnamed:
             raise
-    first, file = next(iter(more.items()))
+    first, file = next(iter(unnamed.items()))
     raise UserError(
-        f"{path / INDEX} does not name {len(more)} tensors of the model, first '{first}' in {file}; add them to its weight_map"
+        f"{path / INDEX} does not name {len(unnamed)} tensors of the model, first '{first}' in {file}; add them to its weight_map"
     )
 
 

@@ -121,15 +121,15 @@ def _why_missing(model: PreTrainedModel, missing: Sequence[str], unused: Collect
         unused: names on disk of the tensors that the model does not have.
     """
     if unused:
-        found = f"first '{min(unused)}'"
+        example = f"first '{min(unused)}'"
         if any(_DECODER.match(name) for name in unused):
             return (
-                f"checkpoint holds a language model alone ({found}), and config.json is of {type(model).__name__}; give the "
+                f"checkpoint holds a language model alone ({example}), and config.json is of {type(model).__name__}; give the "
                 "whole vision-language model (llm-compressor quantizes language models)"
             )
         return (
             f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}', and has {len(unused)} "
-            f"others, {found}; {OTHER_CONFIG}"
+            f"others, {example}; {OTHER_CONFIG}"
         )
     if [name.rpartition(".")[0] for name in missing] == ["lm_head"]:
         where = ""

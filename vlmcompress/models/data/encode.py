@@ -104,11 +104,10 @@ def encode_usable(
         except BadSample as error:
             usable.skipped[sample.name] = str(error)
         progress("encoding samples", number + 1, len(samples))
-    if samples and not usable.samples:
-        check_processor_and_template(vlm)
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
     if bad and (many or not usable.samples):
+        check_processor_and_template(vlm)
         raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
     return usable
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.models.data import layouts
 from vlmcompress.models.data.samples import LazyImages, Sample, to_sample
@@ -31,6 +31,9 @@ from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.messages import error_text, note
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 log = logging.getLogger(__name__)
 
@@ -537,10 +540,10 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
             f"reading {path} needs pyarrow; pip install '.[compress]' in the checkout of vlmcompress"
         ) from error
     try:
-        key = columns.get("id", "id")
-        file = pq.ParquetFile(path, read_dictionary=[key])  # one copy of an id that is stored once for many rows
-        names, count = tuple(file.schema_arrow.names), file.metadata.num_rows
-        ids = _short_ids(file.read(columns=[key])[key], path) if key in names else [None] * count
+        file = pq.ParquetFile(path)
+        names = tuple(file.schema_arrow.names)
+        count, key = file.metadata.num_rows, columns.get("id", "id")
+        ids = _parquet_ids(path, file, key) if key in names else [None] * count
     except pa.ArrowException as error:
         raise UserError(f"{path} is not readable parquet ({error_text(error)}); write it again") from error
 
@@ -562,21 +565,23 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
     return _Table(path.name, path.parent, names, ids, rows, lambda index: f"row {index + 1}")
 
 
-def _short_ids(column: Any, path: Path) -> list[Any]:
-    """The values of a parquet column as a list. Raises `UserError` for texts that are too long to be ids."""
+def _parquet_ids(path: Path, file: ParquetFile, key: str) -> list[Any]:
+    """The values of the column `key`. Raises `UserError` for texts that are too long to be ids."""
     import pyarrow as pa
     import pyarrow.compute as pc
+    import pyarrow.parquet as pq
 
-    for chunk in column.chunks:
-        values = chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
-        text = any(
-            is_kind(values.type) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
+    kind = file.schema_arrow.field(key).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return file.read(columns=[key])[key].to_pylist()
+    # as a dictionary, in which a text is once that is stored once for many rows
+    column = pq.ParquetFile(path, read_dictionary=[key]).read(columns=[key])[key]
+    longest = max((pc.max(pc.binary_length(part.dictionary)).as_py() or 0 for part in column.chunks), default=0)
+    if longest > _LONGEST_ID:
+        raise UserError(
+            f"{path} has an id of {longest:,} bytes, more than {_LONGEST_ID:,}; name another column by --columns id=A"
         )
-        if text and (longest := pc.max(pc.binary_length(values)).as_py() or 0) > _LONGEST_ID:
-            raise UserError(
-                f"{path} has an id of {longest:,} bytes, more than {_LONGEST_ID:,}; name a column of short ids by --columns "
-                "id=A"
-            )
     return column.to_pylist()
 
 
