@@ -52,6 +52,7 @@ _EXTRAS = {
 
 # Earlier verb -> what to type now.
 RETIRED = {
+    "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
     "convert": "vlmcompress export MODEL -o NEW",
 }
 

@@ -1,7 +1,4 @@
-"""The result of `vlmcompress search` and `auto` as text, as a page and as a Pareto plot.
-
-They are made from the data of `search.outcome.outcome_json`, which is written as `search.json`.
-"""
+"""The result of `vlmcompress search`, as in `search.json`, as text and as a page with its Pareto plot."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ def headline(data: Mapping[str, Any]) -> str:
 
 
 def notes(data: Mapping[str, Any]) -> list[str]:
-    """Notes on the cost of the search, its time limit, the winner at a lower floor, and the cost of requests."""
+    """Notes on the cost of the search and on its time limit."""
     questions = data["questions"]
     lines = [
         f"Asked {questions['asked']:,} questions in {duration(data['seconds'])}; asking every candidate all of them would "
@@ -88,14 +85,6 @@ def notes(data: Mapping[str, Any]) -> list[str]:
     ]
     if data["ended_by_budget"]:
         lines.append("The time budget ended the search; run it again with a longer one, and it goes on from here.")
-    if other := data["one_more_point"]:
-        lines.append(
-            f"With a floor of {100 * other['max_drop']:g} points it would be {other['name']}: {times(other['gain'])}, as "
-            f"far as {other['questions']:,} questions tell."
-        )
-    if (price := data.get("price_per_hour")) and data["rate"]:
-        before, after = (price / 3.6 / rate for rate in data["rate"])
-        lines.append(f"1,000 requests cost {after:.3g} instead of {before:.3g}, at {price:g} an hour.")
     return lines
 
 
@@ -134,7 +123,5 @@ def _chart(data: Mapping[str, Any], frame: Frame = PAGE) -> Markup:
 
 
 def write_search_report(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:
-    """Write `report.html`, `pareto.svg` and `search.json` into the folder of a search; kind -> path."""
-    chart = _chart(data)
-    files: dict[str, tuple[str, str | bytes]] = {"json": (FILE, dump(data)), "html": ("report.html", page(data))}
-    return save_files(folder, files | ({"plot": ("pareto.svg", f"{chart}\n")} if chart else {}))
+    """Write `report.html` and `search.json` into the folder of a search; kind -> path."""
+    return save_files(folder, {"json": (FILE, dump(data)), "html": ("report.html", page(data))})

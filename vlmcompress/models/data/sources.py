@@ -364,7 +364,7 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
 def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
     try:
         if path.is_dir():
-            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
         refuse_missing(path, answered)
         if path.stat().st_size == 0:
