@@ -103,7 +103,6 @@ SPELLINGS = {
     "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "tokens m --image-size 8x8": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "eval o": ["--suite a --tasks a"],
-    "auto m -o o --images i": ["--max-time 1h --budget 1h"],
 }
 
 

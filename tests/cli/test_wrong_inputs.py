@@ -288,11 +288,11 @@ def commands() -> Iterator[tuple[str, str]]:
         },
     )
     yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
-    yield "report-error out other", "out is a .* model and other a .* model"
-    yield "report-error data", f"has no {MANIFEST}"
-    yield "report-error out -o errors.pdf", "name it FILE.html"
-    yield "report-error out --top -1", "--top is -1"
-    yield "report-error out --stats s", "--stats and --model belong together"
+    yield "report --errors out other", "out is a .* model and other a .* model"
+    yield "report --errors data", f"has no {MANIFEST}"
+    yield "report out --stats s", "--stats and --model are for --errors"
+    yield "report --errors out --top -1", "--top is -1"
+    yield "report --errors out --stats s", "--stats and --model belong together"
     yield "tokens llava", "missing --image-size"
     yield from each(
         TOKENS,
@@ -490,7 +490,11 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     ),
     # files nested so deep that a parser would end the process
     "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "not (a )?(readable|valid)"),
-    "nested manifest": (begin(f"out/{MANIFEST}", f'"x": {NESTED}, '), "report-error out", "not (a )?(readable|valid)"),
+    "nested manifest": (
+        begin(f"out/{MANIFEST}", f'"x": {NESTED}, '),
+        "report --errors out",
+        "not (a )?(readable|valid)",
+    ),
     "nested statistics": (
         begin("stats/statistics.json", f'"x": {NESTED}, '),
         f"{RTN} --stats stats",
@@ -591,18 +595,18 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     # checkpoints and manifests
     "manifest of other weights": (
         edit(f"out/{MANIFEST}", **{"files__model.safetensors__sha256": "0" * 64}),
-        "report-error out",
+        "report --errors out",
         "model.safetensors has changed since it was written",
     ),
     "another config": (
         edit("out/config.json", image_seq_length=17),
-        "report-error out",
+        "report --errors out",
         "config.json has changed",
     ),
-    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report-error out", "files should be an object"),
-    "errors of nothing": (manifest({}), "report-error new2", "no decoder layer of"),
-    "errors in words": (manifest({LAYER: {"text": "much"}}), "report-error new2", "text should be a valid number"),
-    "errors in a list": (manifest([1]), "report-error new2", "errors should be an object"),
+    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report --errors out", "files should be an object"),
+    "errors of nothing": (manifest({}), "report --errors new2", "no decoder layer of"),
+    "errors in words": (manifest({LAYER: {"text": "much"}}), "report --errors new2", "text should be a valid number"),
+    "errors in a list": (manifest([1]), "report --errors new2", "errors should be an object"),
     "config of a list": (write("config.json", "[1]"), "serve .", "config.json: content should be an object"),
     "newer reducer to eval": (newer_reducer, f"eval tampered --baseline {DEMO}", SCHEMA),
     "newer reducer to bench": (newer_reducer, f"bench tampered --baseline {DEMO}", SCHEMA),

@@ -91,8 +91,8 @@ def options(parser: Parser) -> None:
     parser.set_defaults(set=[])
     parser.epilog = (
         "With --images alone the original's answers to short prompts are the reference, as there are no correct ones. A\n"
-        "quarter of the images is for calibration, a quarter for the search, and the winner's agreement is confirmed on the other\n"
-        "half, at least 36 images at the default floor; so 64 images are needed."
+        "quarter of the images is for calibration, a quarter for the search, and the winner's agreement is confirmed on\n"
+        "the other half, at least 36 images at the default floor; so 64 images are needed."
     )
 
 

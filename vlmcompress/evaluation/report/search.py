@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.charts import PAGE, Frame, both, front
-from vlmcompress.evaluation.report.html import fill_template
+from vlmcompress.evaluation.report import html, plots, words
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save_files
@@ -50,7 +47,6 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "divergence": "" if row["divergence"] is None else f"{row['divergence']:.4f}",
         "chance": f"{100 * row['chance']:.0f}%",
         "why": "winner" if row["winner"] else row["why"],
-        "strong": row["winner"],
     }
 
 
@@ -104,22 +100,64 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
 
 def page(data: Mapping[str, Any]) -> str:
     """The content of `report.html`."""
-    return fill_template(
-        "search.html.j2",
-        data=data,
-        chart=both(partial(_chart, data)),
-        confirmed=data.get("confirmed"),
-        headline=headline(data),
-        verdict=verdict(data),
-        notes=notes(data),
-        rows=[_row(candidate) for candidate in data["candidates"]],
-        goal=GOALS[data["optimize"]],
-        duration=duration,
+    confirmed, goal = data.get("confirmed"), GOALS[data["optimize"]]
+    tried = [row for row in data["candidates"] if row["questions"]]
+    numbers = {row["name"]: number for number, row in enumerate(tried, start=1)}
+    sections = []
+    if tried:
+        dots = [
+            {
+                "number": numbers[row["name"]],
+                **{key: row[key] for key in ("name", "gain", "low", "high")},
+                "difference": row["believed"],
+                "tone": "mark" if row["front"] else "even",
+                "strong": row["winner"],
+            }
+            for row in tried
+        ]
+        if confirmed and tried[0]["winner"]:
+            ends = {key: confirmed[key] for key in ("difference", "low", "high")}
+            name = f"the winner on {confirmed['questions']:,} other questions"
+            dots.append({"number": "?", "name": name, "gain": tried[0]["gain"], **ends, "tone": confirmed["verdict"]})
+        front = "; ".join(f"{row['name']} {times(row['gain'])}" for row in tried if row["front"])
+        label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {front}"
+        plot = plots.scatter(dots, goal, data["max_drop"], label)
+        legend = (
+            "Numbers are those of the table. A dot is a candidate that was asked questions; where the answers are few, its "
+            "height is what is believed of it. Bars are 95% intervals of its own answers. The ring is the winner; filled: no "
+            "other candidate gains as much and is believed to lose less; the shaded region is below the floor."
+        )
+        legend += " The question mark is the winner on questions that the search never saw." if confirmed else ""
+        title = "Difference in accuracy, points"
+        sections.append(html.section("", "", {"kind": "plots", "plots": [(title, plot)]}, html.note(legend)))
+    columns = ("gain", "questions", "difference", "divergence", "chance", "why")
+    rows = []
+    for row in data["candidates"]:
+        name = f"{numbers[row['name']]} {row['name']}" if row["name"] in numbers else row["name"]
+        rows.append((name, *(str(_row(row)[column]) for column in columns)))
+    note = (
+        f"Gains are {data['gains']}, and times the original's; ~ marks those that are modelled alone. Chance: that other "
+        "questions confirm the floor."
     )
-
-
-def _chart(data: Mapping[str, Any], frame: Frame = PAGE) -> Markup:
-    return front(data["candidates"], data["max_drop"], GOALS[data["optimize"]], data.get("confirmed"), frame)
+    head = ["candidate", "gain", "questions", "difference, points", "KL of the first token", "chance", "why it lost"]
+    winners = [number for number, row in enumerate(data["candidates"]) if row["winner"]]
+    sections.append(
+        html.section("", "Candidates", html.note(note), html.table(head, rows, look="cards", strong=winners))
+    )
+    if left_out := data["left_out"]:
+        lines = [f"{name}: {why}" for name, why in left_out.items()]
+        sections.append(html.section("", "Left out", {"kind": "list", "lines": lines}))
+    where = f", on {data['target']}" if data["target"] else ""
+    heading = Markup("{} {}").format(data["model"], html.pill(confirmed["verdict"])) if confirmed else data["model"]
+    return html.fill_page(
+        title=f"Search on {data['model']}",
+        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
+        heading=heading,
+        verdict=confirmed["verdict"] if confirmed else None,
+        headline=[headline(data), *verdict(data)],
+        notes=notes(data),
+        sections=sections,
+    )
 
 
 def write_search_report(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:

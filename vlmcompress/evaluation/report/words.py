@@ -82,6 +82,13 @@ def pace(r: Ratio) -> str:
     return f"{times(middle)} faster" if middle > 1 else f"{times(1 / middle)} slower"
 
 
+def outcome(r: Ratio) -> str:
+    """Whether the candidate is `better` or `worse`, or `can't tell`."""
+    if not comparable(r):
+        return "not comparable"
+    return "can't tell" if unclear(r) else "better" if (r.ratio > 1) == r.higher_is_better else "worse"
+
+
 def spread(r: Ratio) -> str:
     """The extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`; empty for one repeat."""
     if not comparable(r) or r.low == r.high:

@@ -115,8 +115,8 @@ def write_questions(
         ]
         if name != CALIBRATION:
             unanswered = _write_rows(out / f"asked-{name}", [row | {"answer": "?"} for row in rows])
-            asked = dataclasses.replace(setup, suite=None, data=str(unanswered))
-            samples = evaluate_candidate(asked, Candidate(), len(rows), progress).suite.samples
+            plain = dataclasses.replace(setup, suite=None, data=str(unanswered))
+            samples = evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
             unanswered.unlink()
             answers = {sample.id: sample.text for sample in samples}
             rows = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
