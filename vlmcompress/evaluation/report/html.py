@@ -200,8 +200,8 @@ def _layers(findings: Findings) -> list[Part]:
     ]
     head = ["layer, the largest error first", *map(error_kind, kinds)]
     rest = rows[_LAYERS:]
-    more = {"rest": table(head, rest, look="short"), "more": f"The other {len(rest)} layers"} if rest else {}
-    parts = note(words.layer_errors_text(errors)), {**table(head, rows[:_LAYERS], look="short"), **more}
+    others = {"rest": table(head, rest, look="short"), "summary": f"The other {len(rest)} layers"} if rest else {}
+    parts = note(words.layer_errors_text(errors)), {**table(head, rows[:_LAYERS], look="short"), **others}
     return [section("layers", "Error of each layer", *parts, name="Layers")]
 
 
