@@ -55,7 +55,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.evaluation.doctor", "vlmcompress.training", "vlmcompress.quantization.plan"),
-    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "blocks", "calibrate", "inputs", "run", "write")),
+    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "inputs", "rounded_layers", "run", "run_manifest")),
     *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.cli"),
     "eval.demo",
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,12 +17,22 @@ if TYPE_CHECKING:
     from vlmcompress.recipe import Recipe
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and folds those that are longer than the terminal's."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = super()._fill_text(text, width, indent).splitlines()
+        return "\n".join(textwrap.fill(line, width) if len(line) > width else line for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `UserError` with a suggestion instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
+        for number in (int, float):
+            self.register("type", number, partial(_ascii, number))
         self._alternatives: dict[str, list[str]] = {}
 
     def add_argument(
@@ -44,6 +56,11 @@ class Parser(argparse.ArgumentParser):
         for foreign in mistaken_for:
             self._alternatives.setdefault(foreign, []).append(action.option_strings[-1])
         return action
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string.strip() and action.option_strings and action.default != "":
+            raise UserError(f"{self.prog}: {action.option_strings[-1]} has an empty value; give one, or leave it out")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -82,6 +99,13 @@ class Parser(argparse.ArgumentParser):
     def has(self, flag: str) -> bool:
         """Whether the parser's help shows this flag."""
         return any(flag in action.option_strings for action in self._actions)
+
+
+def _ascii(number: Callable[[str], float], text: str) -> float:
+    """The number that a text in ASCII is; `int` and `float` alone take digits of every script. Raises ValueError."""
+    if not text.isascii():
+        raise ValueError
+    return number(text)
 
 
 MODEL = "folder of the original, or an id on the Hub"
@@ -343,7 +367,11 @@ def drafting(args: argparse.Namespace, model: str) -> str | None:
 
 def judging(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a report and a gate."""
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument(
+        "--report",
+        metavar="FOLDER",
+        help="write report.html, report.md, results.json, junit.xml, badge.json; of eval also answers.jsonl",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument(
         "--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit code 1 or 4 unless passed"

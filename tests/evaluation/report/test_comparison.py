@@ -63,7 +63,7 @@ def test_comparison_of_three(tmp_path: Path) -> None:
     assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
     assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
     assert [row["verdict"] for row in data["runs"]] == ["pass", "fail", "pass"]
-    ratios = [runs[name].bench.summary["serve"]["cold"]["request_throughput"].ratio for name in "ab"]
+    ratios = [runs[name].bench.summary["serve"]["cold"]["request_throughput"].gain for name in "ab"]
     assert [row["faster"] for row in data["runs"]] == [*ratios, None]
     assert data["runs"][1]["suites"]["world"]["difference"] == pytest.approx(-17 / 400)
     page = Balanced(files["html"].read_text())
@@ -92,7 +92,7 @@ def test_passes_of_several_margins_are_counted_apart() -> None:
     ]
     bench = results[1].bench
     assert bench is not None
-    ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 3.0, "interval": None})
+    ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"gain": 3.0, "interval": None})
     once = bench.model_copy(update={"summary": {"serve": {"cold": {"request_throughput": ratio}}}})
     rows = comparison.summarise([results[0], results[1].model_copy(update={"bench": once}), *results[2:]])
     assert comparison.headline(rows)[:3] == [

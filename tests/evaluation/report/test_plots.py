@@ -42,22 +42,21 @@ def test_one_wild_value_does_not_stretch_an_axis() -> None:
     wild = plots.points_axis([comparison("awq"), comparison("broken", low=-0.9)])
     assert wild.ticks[0] == pytest.approx(-0.3, abs=0.11)
     ratios = make_bench().summary["serve"]["cold"]
-    tiny = ratios["itl_p99_ms"].model_copy(update={"candidate": 0.009, "ratio": 0.001, "low": 0.001})
-    axis = plots.ratio_axis([*ratios.values(), tiny])
-    assert axis.ticks[0] == 0.25 and 1.0 in axis.ticks and "left:0.0%" in str(plots.ratio("itl_p99_ms", tiny, axis))
+    tiny = ratios["itl_p99_ms"].model_copy(update={"candidate": 0.009, "gain": 1000.0, "high": 1000.0})
+    axis = plots.gain_axis([*ratios.values(), tiny])
+    assert axis.ticks[-1] == 4.0 and 1.0 in axis.ticks and "left:100.0%" in str(plots.gain("itl_p99_ms", tiny, axis))
 
 
-def test_a_time_and_a_rate_are_both_candidate_over_baseline() -> None:
-    """A candidate that is faster: its times are left of 1, its rates right of it, and both are green."""
+def test_right_is_better_for_times_and_for_rates() -> None:
     ratios = make_bench(1.5).summary["serve"]["cold"]
-    axis = plots.ratio_axis(list(ratios.values()))
+    axis = plots.gain_axis(list(ratios.values()))
     for name, r in ratios.items():
-        markup = str(plots.ratio(name, r, axis))
+        markup = str(plots.gain(name, r, axis))
         place = float(re.search(r'dot" style="left:([\d.]+)%', markup)[1])
-        assert (place > axis.at(1.0)) == r.higher_is_better and 'class="row pass"' in markup
-        assert f"{r.ratio:.2f}\N{MULTIPLICATION SIGN}" in markup
-    dead = ratios["request_throughput"].model_copy(update={"ratio": 0.0, "low": 0.0})
-    assert plots.ratio("request_throughput", dead, axis) == ""
+        assert place > axis.at(1.0) and 'class="row pass"' in markup
+        assert f"{r.gain:.2f}\N{MULTIPLICATION SIGN} faster" in markup
+    dead = ratios["request_throughput"].model_copy(update={"gain": 0.0, "low": 0.0})
+    assert plots.gain("request_throughput", dead, axis) == ""
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-5, 5)), min_size=1, max_size=8))

@@ -6,14 +6,20 @@ Options of a multiple-choice question are letter -> text. A text without a choic
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
+def folded(text: str) -> str:
+    """The text without differences of case and of Unicode's normal forms (NFC: one code point for a letter with its accent)."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", text).casefold())
+
+
 def normalise(text: str) -> str:
-    """Normalize a text for comparison: case-folded, spaces collapsed, one final full stop dropped."""
-    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
+    """Normalize a text for comparison: `folded`, spaces collapsed, one final full stop of any script dropped."""
+    return re.sub("[.\u3002\uff0e\uff61\u0964\u06d4]$", "", " ".join(folded(text).split())).rstrip()
 
 
 def relaxed(answer: str, expected: str, tolerance: float = 0.05) -> bool:
@@ -43,10 +49,10 @@ def anls(answer: str, expected: Sequence[str], threshold: float = 0.5) -> float:
     Case and runs of spaces don't matter. Biten et al. 2019 (ST-VQA, arXiv 1905.13648, equation 1) and the evaluation
     script of DocVQA's challenge (rrc.cvc.uab.es, challenge 17).
     """
-    text = " ".join(answer.lower().split())
+    text = " ".join(folded(answer).split())
     best = 0.0
     for other in expected:
-        other = " ".join(other.lower().split())
+        other = " ".join(folded(other).split())
         longest = max(len(text), len(other))
         best = max(best, 1 - levenshtein(text, other) / longest if longest else 1.0)
     return best if best >= threshold else 0.0

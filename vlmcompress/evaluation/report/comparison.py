@@ -148,11 +148,11 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 baseline=run.baseline.name,
                 weight_bytes=after,
                 smaller=before / after if before and after else None,
-                faster=words.gain_ratio(speed, speed.ratio) if speed else None,
+                faster=speed.gain if speed else None,
                 speed_of=speed_of,
                 speed_differs=speed is not None and not words.unclear(speed),
                 verdict=findings.verdict,
-                held_to=f"gate {run.gate.name}" if run.gate else limit,
+                held_to=run.gate.title if run.gate else limit,
                 suites={s.suite.name: s.overall for s in findings.suites},
             )
         )

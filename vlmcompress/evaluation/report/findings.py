@@ -81,10 +81,12 @@ class SuiteFindings:
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:
         """Counts of suspect answers: kind, (of the baseline, of the candidate)."""
+        unfinished = f"thoughts that {self.suite.max_tokens} tokens do not end (raise --max-tokens)"
         return [
             ("no answer found in the text", self.suite.unparsed),
             ("not answered, as the model or engine raised", self.suite.refused),
-            ("empty answers", self.suite.empty),
+            (words.empty(self.suite), self.suite.empty),
+            *[(unfinished, self.suite.unfinished)] * any(self.suite.unfinished),
             (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
         ]
 
@@ -116,10 +118,13 @@ class Findings:
         """The summary of the report, as sentences."""
         results, lines, several = self.results, [], len(self.suites) > 1
         if gate := results.gate:
-            lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
+            title = gate.title[:1].upper() + gate.title[1:]
+            lines.append(f"{title}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
         elif several and self.verdict:
             lines.append(f"Accuracy: {words.tally(self.verdict, [s.suite.overall.verdict for s in self.suites])}.")
-        lines += [f"{s.suite.name}: " * several + words.verdict_text(s.overall) for s in self.suites]
+        for s in self.suites:
+            sentences = [words.verdict_text(s.overall), *words.doubt(s.suite), *words.calibrated(s.suite)]
+            lines.append(f"{s.suite.name}: " * several + " ".join(sentences))
         lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in s.fallen]
         before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
         if before and after and before != after:

@@ -25,7 +25,7 @@ from vlmcompress.evaluation.results import Verdict
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import error_text
-from vlmcompress.utils.text import figures, percentage, points, size, smaller, times
+from vlmcompress.utils.text import figures, percentage, points, size, smaller
 
 THUMBNAIL = 360  # pixels
 OUTLINES = {"expected": "#12a150", "baseline": "#2563eb", "candidate": "#dc2626"}  # of boxes drawn on pictures
@@ -103,12 +103,8 @@ def _gate(findings: Findings) -> list[Part]:
     if not (gate := findings.results.gate):
         return []
     rules = [(rule.name, pill(rule.verdict), rule.value, rule.limit, rule.reason) for rule in findings.rules]
-    head = ["rule", "verdict", "value", "limit", ""]
-    return [
-        section(
-            "gate", f"Gate {gate.name}", table(head, rules, look="text cards"), mark=pill(gate.verdict), name="Gate"
-        )
-    ]
+    part = table(["rule", "verdict", "value", "limit", ""], rules, look="text cards")
+    return [section("gate", f"{gate.title[:1].upper()}{gate.title[1:]}", part, mark=pill(gate.verdict), name="Gate")]
 
 
 def _accuracy(findings: Findings) -> list[Part]:
@@ -155,7 +151,7 @@ def _speed(findings: Findings) -> list[Part]:
     bench = findings.results.bench
     if bench is None or not findings.speed:
         return []
-    axis = plots.ratio_axis([r for t in findings.speed for r in t.metrics.values()])
+    axis = plots.gain_axis([r for t in findings.speed for r in t.metrics.values()])
     sizes = f", images {', '.join(bench.sizes)}" if bench.sizes else ""
     load = words.load_text(bench)
     parts = [
@@ -169,17 +165,16 @@ def _speed(findings: Findings) -> list[Part]:
                 words.metric_name(name),
                 figures(r.baseline),
                 figures(r.candidate),
-                plots.ratio(name, r, axis),
-                times(r.ratio) if words.comparable(r) else "",
-                words.outcome(r),
+                plots.gain(name, r, axis),
+                words.pace(r),
             )
             for name, r in t.metrics.items()
         ]
-        head = ["", "baseline", "candidate", plots.ruler(axis), "candidate / baseline", ""]
+        head = ["", "baseline", "candidate", plots.ruler(axis), "candidate is"]
         parts += [heading(f"{words.MODES[t.mode].capitalize()}, {t.state}"), table(head, rows, look="cards fixed")]
     legend = (
-        "Ratios are the candidate's figure over the baseline's: of times less is better, of rates more; green is better. "
-        "Dots are medians of the paired repeats, lines reach from the lowest to the highest, as far as the axis goes. "
+        "Right is better, for rates and for times. Dots are medians of the paired repeats, lines reach from the worst to the "
+        "best, as far as the axis goes. "
         f"{words.TIMES}"
     )
     work = table(["", "baseline", "candidate"], findings.work, look="short")

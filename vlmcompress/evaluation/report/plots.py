@@ -18,7 +18,7 @@ from vlmcompress.evaluation.report.words import typeset
 from vlmcompress.evaluation.results import Comparison, Ratio
 from vlmcompress.utils.text import points
 
-_RATIOS = (0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+_GAINS = (0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
@@ -58,15 +58,15 @@ def points_axis(comparisons: Sequence[Comparison]) -> Axis:
     return linear(max(low, -0.3), min(high, 0.3), lambda share: points(share).removesuffix(".0"))
 
 
-def ratio_axis(ratios: Sequence[Ratio]) -> Axis:
+def gain_axis(ratios: Sequence[Ratio]) -> Axis:
     """An axis with 1 and the repeats' extremes, but at most from a quarter to four times, so that a time of almost nothing does
     not stretch it."""
     ends = [end for r in ratios if words.comparable(r) for end in (r.low, r.high)]
-    low = max((tick for tick in _RATIOS if tick <= min([0.9, *ends])), default=_RATIOS[0])
-    high = min((tick for tick in _RATIOS if tick >= max([1.1, *ends])), default=_RATIOS[-1])
-    ticks = [tick for tick in _RATIOS if low <= tick <= high]
+    low = max((tick for tick in _GAINS if tick <= min([0.9, *ends])), default=_GAINS[0])
+    high = min((tick for tick in _GAINS if tick >= max([1.1, *ends])), default=_GAINS[-1])
+    ticks = [tick for tick in _GAINS if low <= tick <= high]
     # few numbers, 1 among them
-    return Axis([t for t in ticks if t in (low, 1.0, high) or len(ticks) < 6], lambda ratio: f"{ratio:g}x", log=True)
+    return Axis([t for t in ticks if t in (low, 1.0, high) or len(ticks) < 6], lambda gain: f"{gain:g}x", log=True)
 
 
 def ruler(axis: Axis) -> Markup:
@@ -104,14 +104,13 @@ def accuracy(c: Comparison, axis: Axis, *, judged: bool) -> Markup:
     return whisker(axis, ends, c.verdict if judged else "even", label, zero=0.0, margin=margin)
 
 
-def ratio(name: str, r: Ratio, axis: Axis) -> Markup:
-    """A ratio of candidate to baseline with the extremes of the repeats; empty if there is none."""
+def gain(name: str, r: Ratio, axis: Axis) -> Markup:
+    """A gain with the extremes of the repeats; empty if there is none."""
     if not words.comparable(r):
         return Markup("")
-    better = (r.ratio > 1) == r.higher_is_better
-    tone = "even" if words.unclear(r) else "pass" if better else "fail"
-    label = f"{words.metric_name(name)}: {r.ratio:.2f}x, {r.low:.2f}x to {r.high:.2f}x in the repeats"
-    return whisker(axis, (r.low, r.ratio, r.high), tone, label, zero=1.0)
+    tone = "even" if words.unclear(r) else "pass" if r.gain > 1 else "fail"
+    label = f"{words.metric_name(name)}: {words.pace(r)}, {r.low:.2f}x to {r.high:.2f}x in the repeats"
+    return whisker(axis, (r.low, r.gain, r.high), tone, label, zero=1.0)
 
 
 def undominated(pairs: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:

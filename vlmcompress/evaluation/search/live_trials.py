@@ -95,8 +95,7 @@ class LiveTrials:
                 took = time.monotonic() - began
                 self.log.keep(key, measured)
             if isinstance(measured, dict):
-                ratio = Ratio(**measured)
-                measured = ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio
+                measured = Ratio(**measured).gain
             gains[candidate.name] = measured
         return gains
 
