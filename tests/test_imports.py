@@ -12,7 +12,7 @@ import sys
 import grimp
 import pytest
 
-from tests.conftest import WAYS
+from tests.kit.imports import WAYS
 from tests.kit.places import ROOT
 
 PACKAGE = ROOT / "vlmcompress"
