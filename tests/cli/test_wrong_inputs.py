@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(300)
 HUGE = 10**12
 NESTED = "[" * 100_000 + "]" * 100_000
 RTN, GPTQ = "quantize llava -o new --scheme rtn", "quantize llava -o new --scheme gptq --calib calib.jsonl"
-TOKENS, PLAN = "tokens llava --image-size 56x56", "plan llava"
+TOKENS, PLAN = "check llava --image-size 56x56", "plan llava"
 EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}"
 RECOVER = "recover llava --calib data/calib.jsonl -o new"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
@@ -258,7 +258,7 @@ def commands() -> Iterator[tuple[str, str]]:
         },
     )
     yield f"{BENCH} --load open:8", "--load"
-    yield f"{BENCH} --requests 0", "--requests 0: must be at least 1"
+    yield f"{BENCH} --requests 0", "--requests 0: must be from 1 to"
     yield f"{BENCH} --report calib.jsonl", "calib.jsonl.*(Not a directory|File exists)"
     yield f"bench nothing --baseline {DEMO}", "no such checkpoint folder"
     yield from each(
@@ -287,12 +287,12 @@ def commands() -> Iterator[tuple[str, str]]:
         },
     )
     yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
-    yield "report-error out other", "out is a .* model and other a .* model"
-    yield "report-error data", f"has no {MANIFEST}"
-    yield "report-error out -o errors.pdf", "name it FILE.html"
-    yield "report-error out --top -1", "--top is -1"
-    yield "report-error out --stats s", "--stats and --model belong together"
-    yield "tokens llava", "missing --image-size"
+    yield "report --errors out other", "out is a .* model and other a .* model"
+    yield "report --errors data", f"has no {MANIFEST}"
+    yield "report out --stats s", "--stats and --model are for --errors"
+    yield "report --errors out --top -1", "--top is -1"
+    yield "report --errors out --stats s", "--stats and --model belong together"
+    yield "check llava --question q", "give their --image-size"
     yield from each(
         TOKENS,
         {
@@ -428,7 +428,7 @@ def paths() -> Iterator[tuple[str, Spoil | None, list[str]]]:
             "out": ["quantize", "llava", "-o", path, "--scheme", "rtn"],
             "recipe": ["quantize", "llava", "-o", "new", "--recipe", path],
             "calib": ["quantize", "llava", "-o", "new", "--scheme", "gptq", "--calib", path],
-            "tokens": ["tokens", path, "--image-size", "56x56"],
+            "tokens": ["check", path, "--image-size", "56x56"],
             "doctor": ["doctor", path],
         }.items():
             yield f"{kind}-{place}", link("loop", "loop") if kind == "loop" else None, command
@@ -493,7 +493,11 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     ),
     # files nested so deep that a parser would end the process
     "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "not (a )?(readable|valid)"),
-    "nested manifest": (begin(f"out/{MANIFEST}", f'"x": {NESTED}, '), "report-error out", "not (a )?(readable|valid)"),
+    "nested manifest": (
+        begin(f"out/{MANIFEST}", f'"x": {NESTED}, '),
+        "report --errors out",
+        "not (a )?(readable|valid)",
+    ),
     "nested statistics": (
         begin("stats/statistics.json", f'"x": {NESTED}, '),
         f"{RTN} --stats stats",
@@ -568,18 +572,18 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     # checkpoints and manifests
     "manifest of other weights": (
         edit(f"out/{MANIFEST}", **{"files__model.safetensors__sha256": "0" * 64}),
-        "report-error out",
+        "report --errors out",
         "model.safetensors has changed since it was written",
     ),
     "another config": (
         edit("out/config.json", image_seq_length=17),
-        "report-error out",
+        "report --errors out",
         "config.json has changed",
     ),
-    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report-error out", "files should be an object"),
-    "errors of nothing": (manifest({}), "report-error new2", "no decoder layer of"),
-    "errors in words": (manifest({LAYER: {"text": "much"}}), "report-error new2", "text should be a valid number"),
-    "errors in a list": (manifest([1]), "report-error new2", "errors should be an object"),
+    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report --errors out", "files should be an object"),
+    "errors of nothing": (manifest({}), "report --errors new2", "no decoder layer of"),
+    "errors in words": (manifest({LAYER: {"text": "much"}}), "report --errors new2", "text should be a valid number"),
+    "errors in a list": (manifest([1]), "report --errors new2", "errors should be an object"),
     "config of a list": (write("config.json", "[1]"), "serve .", "config.json: content should be an object"),
     "newer reducer to eval": (newer_reducer, f"eval tampered --baseline {DEMO}", SCHEMA),
     "newer reducer to bench": (newer_reducer, f"bench tampered --baseline {DEMO}", SCHEMA),

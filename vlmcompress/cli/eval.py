@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     sides.check_path(args.out, args.engine)
     sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
+    _flags.refuse_missing_data(args.data, answered=True)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL
@@ -106,6 +107,20 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.baseline is None and not args.reduce:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     gate = gates.choose_gate(args.gate, args.max_drop)
+    # What is wrong in flags and files is told before anything slow is imported.
+    from vlmcompress import engines
+    from vlmcompress.evaluation.accuracy import free_answers, thoughts
+    from vlmcompress.models.data import sources
+
+    engine = engines.get_engine(args.engine)
+    if args.reduce and engine.name != "hf":
+        raise UserError(
+            f"--reduce attaches to transformers models, not in {engine.name}; add --engine hf, or quantize --reduce"
+        )
+    free_answers.check_score(args.score)
+    thoughts.read_marks(args.thoughts)
+    if args.data and not args.suite:
+        sources.check_answers(args.data, getattr(args, "columns", None) or {})
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     from vlmcompress.api import evaluate
 

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
@@ -219,7 +219,8 @@ class Suite(_Record):
     counts (baseline, candidate) of all samples; `empty_finish`: why the empty answers ended -> their number.
 
     `scoring` defines `metric`; `choice` explains how it was chosen by the baseline's answers, if it was; `derived_ids`: some
-    samples had no id in the data and are identified by a hash of their content.
+    samples had no id in the data and are identified by a hash of their content; `calibrated`: number of samples with an image
+    that the candidate was calibrated on, None where that is not known.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Suite(_Record):
     scoring: str = ""
     choice: str = ""
     derived_ids: bool = False
+    calibrated: Count | None = None
 
 
 class LoadRun(_Record):
@@ -280,19 +282,35 @@ class LoadRun(_Record):
 
 
 class Ratio(_Record):
-    """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
+    """A figure of both sides over the repeats: medians, and the median `gain` with its extremes over the paired repeats.
 
-    `unit` is for display. `interval` is the 95% interval of the ratio from `speed.measure`; None: there was one repeat.
+    A gain says how many times as good the candidate is as the baseline, so that more is better for rates and times: candidate /
+    baseline if `higher_is_better`, else baseline / candidate. Terminal, `report.md`, report and gates have this direction.
+    `unit` is for display. `interval` is the 95% interval of the gain from `speed.measure`; None: there was one repeat.
     """
 
     baseline: float
     candidate: float
-    ratio: float
+    gain: float
     low: float
     high: float
     higher_is_better: bool
     unit: str
     interval: tuple[Amount, Amount] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _turned(cls, values: Any) -> Any:
+        """Earlier files have `ratio`, and all of it as candidate / baseline."""
+        if not isinstance(values, dict) or "ratio" not in values:
+            return values
+        ratio, low, high = (values[key] for key in ("ratio", "low", "high"))
+        ends = values.get("interval")
+        if not values["higher_is_better"]:
+            ratio, low, high = (1 / value if value else math.inf for value in (ratio, high, low))
+            ends = ends and [1 / end if end else math.inf for end in reversed(ends)]
+        rest = {key: value for key, value in values.items() if key != "ratio"}
+        return rest | {"gain": ratio, "low": low, "high": high, "interval": ends}
 
 
 class Memory(_Record):
@@ -357,6 +375,11 @@ class Gate(_Record):
     rules: list[GateRule]
     file: dict[str, Any] = {}
 
+    @property
+    def title(self) -> str:
+        """Its name with the word gate, once: `gate strict`, `my-gate`."""
+        return self.name if "gate" in self.name.lower() else f"gate {self.name}"
+
 
 class Results(_Record):
     """One comparison of a candidate with its baseline.
@@ -408,10 +431,6 @@ def load_results(path: str | Path) -> Results:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {where}: {first['msg'].lower()}; write the report again") from error
-    modes = results.bench.summary.values() if results.bench else []
-    ratios = [ratio for states in modes for metrics in states.values() for ratio in metrics.values()]
-    if any(ratio.ratio <= 0 and not ratio.higher_is_better for ratio in ratios):
-        raise UserError(f"{file}: bench.summary has a time or a size of zero; write the report again")
     return results
 
 

@@ -162,6 +162,16 @@ def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
     assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in accuracy_tables(Findings(auto))
 
 
+def test_a_baseline_in_doubt_is_named_with_the_verdict(tmp_path: Path) -> None:
+    """A quarter right, and a quarter without any text: the remedy is in the prompt or the score, not in the candidate."""
+    results = compared(tmp_path, lambda text: {"red": "red", "blue": ""}.get(text, "?"), score="exact")
+    (line,) = Findings(results).headline
+    assert line.endswith(
+        "The verdict means little, as the baseline itself scores 25.0% and gives no answer to 25.0% of the samples: "
+        "check the prompt or --score."
+    )
+
+
 def test_an_earlier_reports_answers_are_scored_anew(tmp_path: Path) -> None:
     """The baseline may be a report; its answers get the named score, too."""
     from vlmcompress.evaluation.report.files import write_report

@@ -140,7 +140,14 @@ def evaluate_all(
             after = [_answers(path, suite, options, journal, "candidate") for suite in loaded]
             after = [score.applied(answers) if score else answers for score, answers in zip(scores, after, strict=True)]
             compared = list(zip(loaded, before, after, scores, strict=True))
-            yield _results(original, sides.side(path, after[0].engine), compared, options, recorded)
+            yield _results(
+                original,
+                sides.side(path, after[0].engine),
+                compared,
+                options,
+                recorded,
+                sides.calibration_images(path),
+            )
 
 
 def described(model: str | Path, engine: Engine, reduce: str | None = None) -> Side:
@@ -173,6 +180,7 @@ def _results(
     compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers, Score | None]],
     options: EvalOptions,
     recorded: Results | None,
+    calibrated: frozenset[str] | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
     margins = {"": MARGIN, **(options.margin or {})}
@@ -182,6 +190,9 @@ def _results(
             summary = summary.model_copy(
                 update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
             )
+        if calibrated is not None:
+            shared = sum(bool(hashes & calibrated) for hashes in after.pictures.values())
+            summary = summary.model_copy(update={"calibrated": shared})
         suites.append(summary)
         samples += scored
         differing = [s for s in scored if normalise(s.baseline) != normalise(s.candidate)]

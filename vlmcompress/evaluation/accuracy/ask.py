@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class SuiteAnswers:
         engine: the engine's description of itself.
         seconds: time that the engine took to answer, without its start.
         resumed: number of answers that came from the journal.
+        pictures: sample id -> hashes of its images, as in a manifest's calibration data.
     """
 
     samples: tuple[AnsweredQuestion, ...]
@@ -80,6 +81,7 @@ class SuiteAnswers:
     engine: dict[str, Any]
     seconds: float
     resumed: int
+    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def ask_suite(
@@ -146,6 +148,7 @@ def ask_suite(
         engine=answer.about,
         seconds=answer.seconds,
         resumed=answer.resumed,
+        pictures=lm.pictures,
     )
 
 

@@ -24,9 +24,11 @@ from PIL import Image
 from vlmcompress.engines import Answer, Request
 from vlmcompress.evaluation.accuracy import benchmarks, local_data
 from vlmcompress.evaluation.accuracy.thoughts import UNFINISHED, Thoughts
+from vlmcompress.models.data.provenance import HASH
 from vlmcompress.models.data.samples import MARK, Sample
 from vlmcompress.models.data.video import Video
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import image_digest
 
 MAX_TOKENS = 256  # lm-eval's default
 Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
@@ -44,6 +46,7 @@ class EngineLM(LM):
     Attributes:
         requests, answers: all requests and answers so far, by sample id; answers are without thoughts, and cut at the task's
             stop strings.
+        pictures: hashes of each sample's images, as in a manifest's calibration data.
     """
 
     MULTIMODAL = True
@@ -53,6 +56,7 @@ class EngineLM(LM):
         self._ask, self._identify, self._media, self._thoughts = ask, identify, media, thoughts or Thoughts()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
+        self.pictures: dict[str, frozenset[str]] = {}
 
     @property
     def tokenizer_name(self) -> str:
@@ -101,6 +105,9 @@ class EngineLM(LM):
         visuals = list((media or {}).get("visual") or ())
         videos = [video.save(self._media) for video in visuals if isinstance(video, Video)]
         images = [write_image(image, self._media) for image in visuals if not isinstance(image, Video)]
+        self.pictures[identity] = frozenset(
+            image_digest(image.convert("RGB")).hex()[:HASH] for image in visuals if not isinstance(image, Video)
+        )
         stops = options.get("until") or []
         return (
             [stops] if isinstance(stops, str) else list(stops),

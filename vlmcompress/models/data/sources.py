@@ -212,6 +212,14 @@ def preview(
     return Preview(count, rows, decoded[0])
 
 
+def check_answers(source: str | Path, columns: Mapping[str, str]) -> None:
+    """Raise `UserError` for data that are missing or have no answers, as `load_samples` would, if that takes no time."""
+    path = Path(source)
+    here = hub.parse_repository(source, "dataset") is None and not (path / "dataset_info.json").is_file()
+    if here and not (path.is_file() and path.stat().st_size > _LARGE):
+        _open(path, columns, answered=True)
+
+
 def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
     """The numbers of all rows in order of their hashes, or in the table's order if `samples` is None."""
     if samples is not None and samples < 1:
@@ -376,7 +384,7 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
 def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
     try:
         if path.is_dir():
-            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
         refuse_missing(path, answered)
         if path.stat().st_size == 0:
