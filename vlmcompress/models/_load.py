@@ -339,7 +339,8 @@ def _names(path: Path, meta_model: PreTrainedModel) -> tuple[dict[str, str], set
             raise
     first, file = next(iter(unnamed.items()))
     raise UserError(
-        f"{path / INDEX} does not name {len(unnamed)} tensors of the model, first '{first}' in {file}; add them to its weight_map"
+        f"{path / INDEX} does not name {len(unnamed)} tensors of the model, first '{first}' in {file}; add them to its "
+        "weight_map"
     )
 
 
