@@ -104,7 +104,6 @@ SPELLINGS = {
     "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
     "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "eval o": ["--suite a --tasks a"],
-    "auto m -o o --images i": ["--max-time 1h --budget 1h"],
 }
 
 

@@ -52,6 +52,8 @@ _EXTRAS = {
 
 # Earlier verb -> what to type now.
 RETIRED = {
+    "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
+    "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
     sides.check_path(args.out, args.engine)
     sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
+    _flags.refuse_missing_data(args.data, answered=True)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.echo import Echo, checkpoint, question, write_rows
+from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.free_answers import RULES, check_score
@@ -220,10 +220,15 @@ def test_wrong_scores_are_refused_before_anything_is_asked(name: str, message: s
 
 def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model")
-    data = write_rows(tmp_path / "test.jsonl", {"question": "q", "answer": "#### 4"})
+    data = write_rows(
+        tmp_path / "test.jsonl",
+        {"image": picture(tmp_path, "a.png"), "query": "q", "label": ["4"], "human_or_machine": 0},
+    )
     engine = Echo(question)
-    with pytest.raises(UserError, match="is for your own data; suite gsm8k has a score"):
-        evaluate(tmp_path / "model", tmp_path / "model", ["gsm8k"], data, EvalOptions(engine, engine, score="contains"))
+    with pytest.raises(UserError, match="is for your own data; suite chartqa has a score"):
+        evaluate(
+            tmp_path / "model", tmp_path / "model", ["chartqa"], data, EvalOptions(engine, engine, score="contains")
+        )
     assert not engine.asked
 
 

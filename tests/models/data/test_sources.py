@@ -137,6 +137,15 @@ def test_missing_and_repeated_ids(tmp_path):
     assert ids(load_samples(path, samples=None, seed=0)) == ["1", "x#2", "x#3", "7"]
 
 
+def test_ids_that_are_no_ids(tmp_path):
+    """One text of a megabyte, stored once for all rows, would be 50 GB of ids."""
+    rows = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 10**6]))
+    pq.write_table(pa.table({"id": rows, "question": ["q"] * 50_000}), tmp_path / "a.parquet")
+    refused(
+        lambda: load_samples(tmp_path / "a.parquet", samples=2, seed=0), "an id of 1,000,000 bytes", "--columns id=A"
+    )
+
+
 def test_folder(tmp_path, caplog):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()

@@ -4,12 +4,15 @@ verdicts."""
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from vlmcompress.evaluation.accuracy import catalogue
 from vlmcompress.evaluation.accuracy.compare import changed_answers
+from vlmcompress.evaluation.accuracy.tasks import BUNDLED
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Ratio, Results, Scored, Side, Suite, Verdict
 from vlmcompress.utils.text import figures, size, smaller
@@ -226,6 +229,32 @@ class Findings:
         bench = self.results.bench
         speed = [words.speed_method(bench)] if bench else []
         return [*map(words.accuracy_method, self.results.suites), *speed]
+
+    @property
+    def bench_command(self) -> str:
+        """The command that measures, or measured, the speed of the two."""
+        sides = f"{shlex.quote(self.results.candidate.path)} --baseline {shlex.quote(self.results.baseline.path)}"
+        if not (bench := self.results.bench):
+            return f"vlmcompress bench {sides}"
+        load = f"--load {bench.load} --requests {bench.requests}"
+        return f"vlmcompress bench {sides} {load} --out-tokens {bench.out_tokens} --repeats {bench.repeats}"
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands that evaluate and measure the two again; flags that change nothing here are left out."""
+        results = self.results
+        sides = f"{shlex.quote(results.candidate.path)} --baseline {shlex.quote(results.baseline.path)}"
+        lines = []
+        for suite in results.suites:
+            engine = results.candidate.engine.get("name", "vllm")
+            flags = f" --suite {shlex.quote(suite.name)}" if suite.name in catalogue.task_names() else ""
+            if suite.source and not (flags and suite.name.partition("_")[0] in BUNDLED):
+                flags += f" --data {shlex.quote(suite.source)}"
+            flags += f" --engine {shlex.quote(str(engine))}"
+            if suite.samples < suite.available:
+                flags += f" --limit {suite.samples} --seed {suite.seed}"
+            lines.append(f"vlmcompress eval {sides}{flags}")
+        return [*lines, *[self.bench_command] * (results.bench is not None)]
 
     @property
     def about(self) -> str:

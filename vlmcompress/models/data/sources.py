@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.models.data import layouts
 from vlmcompress.models.data.samples import LazyImages, Sample, to_sample
@@ -31,6 +31,9 @@ from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.messages import error_text, note
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ DECODED = 64 << 20
 """Most bytes of image files that a preview decodes; of further ones it reads headers only."""
 _LARGE = 256 << 20  # bytes of JSON beyond which reading takes seconds
 _FIRST = 8  # rows that a preview reads from a table that contains images
+_LONGEST_ID = 10_000  # bytes
 _NAMED = 20  # most bad rows that a message lists
 
 
@@ -380,7 +384,7 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
 def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
     try:
         if path.is_dir():
-            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
         refuse_missing(path, answered)
         if path.stat().st_size == 0:
@@ -547,7 +551,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         file = pq.ParquetFile(path)
         names = tuple(file.schema_arrow.names)
         count, key = file.metadata.num_rows, columns.get("id", "id")
-        ids = file.read(columns=[key])[key].to_pylist() if key in names else [None] * count
+        ids = _parquet_ids(path, file, key) if key in names else [None] * count
     except pa.ArrowException as error:
         raise UserError(f"{path} is not readable parquet ({error_text(error)}); write it again") from error
 
@@ -567,6 +571,26 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         return taken
 
     return _Table(path.name, path.parent, names, ids, rows, lambda index: f"row {index + 1}")
+
+
+def _parquet_ids(path: Path, file: ParquetFile, key: str) -> list[Any]:
+    """The values of the column `key`. Raises `UserError` for texts that are too long to be ids."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    kind = file.schema_arrow.field(key).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return file.read(columns=[key])[key].to_pylist()
+    # as a dictionary, in which a text is once that is stored once for many rows
+    column = pq.ParquetFile(path, read_dictionary=[key]).read(columns=[key])[key]
+    longest = max((pc.max(pc.binary_length(part.dictionary)).as_py() or 0 for part in column.chunks), default=0)
+    if longest > _LONGEST_ID:
+        raise UserError(
+            f"{path} has an id of {longest:,} bytes, more than {_LONGEST_ID:,}; name another column by --columns id=A"
+        )
+    return column.to_pylist()
 
 
 def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:

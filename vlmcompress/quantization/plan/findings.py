@@ -74,6 +74,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.adapter_notes(recipe), *models.cast_text(plan.source)]
+    lines += models.unused_text(plan.source)
     report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
