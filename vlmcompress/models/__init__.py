@@ -35,19 +35,7 @@ from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, MlxCla
 
 if TYPE_CHECKING:
     from vlmcompress.models._experts import Expert, Experts
-    from vlmcompress.models._load import (
-        VLM,
-        Source,
-        build_meta_model,
-        cast_text,
-        check_shapes,
-        compressed,
-        load,
-        load_processor,
-        open_model,
-        quiet_transformers,
-        unused_text,
-    )
+    from vlmcompress.models._load import load, open_model
     from vlmcompress.models._modules import (
         attentions,
         decoder_blocks,
@@ -82,6 +70,17 @@ if TYPE_CHECKING:
         written_names,
     )
     from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
+    from vlmcompress.models._processor import load_processor
+    from vlmcompress.models._source import (
+        VLM,
+        Source,
+        build_meta_model,
+        cast_text,
+        check_shapes,
+        compressed,
+        quiet_transformers,
+        unused_text,
+    )
     from vlmcompress.models._stream import Stream, Values, stream
     from vlmcompress.models._types import FloatType
     from vlmcompress.models._vocabulary import (
@@ -101,7 +100,10 @@ if TYPE_CHECKING:
         with_vocabulary,
     )
 
-_ON_FIRST_USE = ("_experts", "_load", "_modules", "_names", "_placeholders", "_stream", "_types", "_vocabulary")
+_ON_FIRST_USE = (
+    *("_experts", "_load", "_modules", "_names", "_placeholders", "_processor", "_source", "_stream", "_types"),
+    "_vocabulary",
+)
 
 
 def __getattr__(name: str) -> Any:
