@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         decoder_layers,
         draft_blocks,
         draft_dropped,
-        draft_fault,
+        draft_problem,
         draft_lost,
         draft_modules,
         draft_roots,

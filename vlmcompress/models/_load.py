@@ -57,6 +57,7 @@ def load(
     Raises:
         UserError: the checkpoint is missing, damaged or not supported.
     """
+    # What config and headers tell, before gigabytes are read
     path = Path(path)
     config = read_config(path)
     spec = spec_for(config)
@@ -75,6 +76,7 @@ def load(
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{path} does not load ({error_text(error)}); restore it from the source") from error
         processor = load_processor(path, trust_remote_code)
+    # What only the weights tell
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
