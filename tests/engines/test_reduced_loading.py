@@ -28,6 +28,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.scorer_file import CARRIED
 from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
 from vlmcompress.utils.errors import UserError
 
@@ -64,6 +65,29 @@ def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_
         ServedReducer.of(config(reducer, tmp_path, **block))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scorer", ["/etc/passwd", "/dev/zero", "reducer/scorer.safetensors", "a pipe", "a text"])
+def test_a_folder_whose_scorer_is_no_file_of_a_scorer_is_refused_in_one_line(scorer, tmp_path):
+    """As `serve` asks before the engine starts."""
+    config("learned:0.5", tmp_path, reduce={"method": "learned", "scorer": scorer if "/" in scorer else CARRIED})
+    carried = tmp_path / CARRIED
+    carried.parent.mkdir()
+    if scorer == "a pipe":
+        os.mkfifo(carried)
+    elif scorer == "a text":
+        carried.write_text("text")
+    with pytest.raises(UserError, match="scorer") as caught:
+        ServedReducer.in_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_a_million_thresholds_is_refused_and_one_without_a_reducer_has_none(tmp_path):
+    config("dymu:thresholds=[0.9]", tmp_path, reduce={"method": "dymu", "thresholds": [0.9] * 10**6})
+    with pytest.raises(UserError, match="there are 1000000 thresholds") as caught:
+        ServedReducer.in_folder(tmp_path)
+    assert len(str(caught.value)) < 200
+    assert ServedReducer.in_folder(DEMO_LLAVA) is None
 
 
 def test_a_config_without_a_reducer_is_refused():

@@ -1,9 +1,17 @@
 """Plug folders: a file's name is its recipe name.
 
 Each module of such a package (`vlmcompress.quantization.schemes`, ...) whose name has no leading underscore is one entry,
-named like its file with `-` for `_`. Third parties add entries by entry points of the group with the package's name; a
-duplicate name is an error, never a silent override. An entry may declare aliases, in lower case, as a literal:
-`ALIASES = ("w4a16",)`.
+named like its file with `-` for `_`. In folders with a contract class the entry is an instance of a subclass of it, under
+one name in every module (`Registry.entry`):
+
+    class Unlike(Reducer):
+        NEEDS = frozenset({"features"})  # literals of the class, which are read without importing the module
+        ...
+
+    REDUCER = Unlike()
+
+Third parties add entries by entry points of the group with the package's name; a duplicate name is an error, never a
+silent override. An entry may declare aliases, in lower case, as a literal: `ALIASES = ("w4a16",)`.
 """
 
 from __future__ import annotations
@@ -13,13 +21,16 @@ import contextlib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.utils.errors import UserError, did_you_mean
+
+_ROOT = Path(__file__).parents[2]  # what holds the package
 
 
 class Registry:
@@ -29,12 +40,14 @@ class Registry:
         package: dotted name of the folder, e.g. `vlmcompress.quantization.schemes`; also the entry-point group.
         noun: word for an entry in messages, e.g. `scheme`.
         table: entries by name, if `package` is one module that holds all of them instead of a folder of modules.
+        entry: name of the object in each module that is the entry, e.g. `REDUCER`; None: the module itself.
     """
 
-    def __init__(self, package: str, noun: str, table: Mapping[str, Any] | None = None):
+    def __init__(self, package: str, noun: str, table: Mapping[str, Any] | None = None, entry: str | None = None):
         self.package = package
         self.noun = noun
         self.table = table or {}
+        self.entry = entry
         # importing it would bring torch along
         self._folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
 
@@ -83,24 +96,33 @@ class Registry:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
 
     def get(self, name: str) -> Any:
-        """The module (or table row) of `name`; its contract is in the folder's docstring. Raises `UserError` as `check`."""
+        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `check`."""
         self.check(name)
-        return self.table[name] if name in self.table else importlib.import_module(self._modules[name])
+        if name in self.table:
+            return self.table[name]
+        module = importlib.import_module(self._modules[name])
+        if self.entry is None:
+            return module
+        if not hasattr(module, self.entry):
+            raise UserError(
+                f"{self.noun} '{name}': {module.__name__} does not define {self.entry}; see CONTRIBUTING.md"
+            )
+        return getattr(module, self.entry)
 
     def summary(self, name: str) -> str:
         """The first sentence of an entry's docstring, read from its file without importing it."""
         tree = self._tree(name)
-        text = self.get(name).__doc__ if tree is None else ast.get_docstring(tree)
+        text = ast.get_docstring(tree) if tree else importlib.import_module(self._modules[name]).__doc__
         paragraph = " ".join((text or "").strip().partition("\n\n")[0].split())
         return paragraph.partition(". ")[0].rstrip(".")
 
     def outline(self, name: str) -> Any:
-        """An entry's module; one of the package's own as an object with its literals and functions, without importing it."""
+        """An entry; one of the package's own as an object with its literals, inherited ones too, without importing it."""
         tree = self._tree(name)
-        return self.get(name) if tree is None else _outline(tree)
+        return self.get(name) if tree is None else _outline(tree, self.entry)
 
     def constant(self, name: str, constant: str) -> Any:
-        """The value of a literal in an entry's module, read without importing it; None if the module does not define it."""
+        """The value of a literal of an entry, read without importing it; None if the entry does not define it."""
         return getattr(self.outline(name), constant, None)
 
     def _tree(self, name: str) -> ast.Module | None:
@@ -115,20 +137,38 @@ def _parsed(file: Path) -> ast.Module:
 
 
 @functools.cache
-def _outline(tree: ast.Module) -> SimpleNamespace:
-    """The literals of a module, by name, and its functions as their syntax trees."""
-    outline = SimpleNamespace()
+def _outline(tree: ast.Module, entry: str | None) -> SimpleNamespace:
+    """The literals of a module by name, with those of the class of its `entry` and of that class's bases."""
+    literals = _literals(tree.body)
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            setattr(outline, node.name, node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == entry:
+            literals |= _of_class(tree, ast.unparse(node.value.func))
+    return SimpleNamespace(**literals)
+
+
+def _of_class(tree: ast.Module, name: str) -> dict[str, Any]:
+    """The literals of the class `name` that a module defines, or imports from another one of this package."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            inherited = [_of_class(tree, ast.unparse(base).partition("[")[0]) for base in reversed(node.bases)]
+            return dict(ChainMap(_literals(node.body), *reversed(inherited)))
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            file = _ROOT.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            return _of_class(_parsed(file), name) if file.is_file() else {}
+    return {}
+
+
+def _literals(body: Sequence[ast.stmt]) -> dict[str, Any]:
+    literals: dict[str, Any] = {}
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             value: Any = node.value  # `frozenset({...})` is a literal here, too
             as_set = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "frozenset"
             with contextlib.suppress(ValueError):
                 content = [] if as_set and not value.args else ast.literal_eval(value.args[0] if as_set else value)
-                setattr(outline, getattr(target, "id", ""), frozenset(content) if as_set else content)
-    return outline
+                literals[getattr(target, "id", "")] = frozenset(content) if as_set else content
+    return literals
 
 
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.

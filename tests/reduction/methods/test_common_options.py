@@ -10,7 +10,7 @@ import torch
 
 from tests.kit.reducer_data import cosine, options, run, signals
 from vlmcompress.reduction.choice import parse_reducer
-from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.methods import REGISTRY, Signals
 from vlmcompress.reduction.methods._selecting import SelectingOptions
 
 NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Options, SelectingOptions)]
@@ -33,6 +33,15 @@ def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, simila
     torch.testing.assert_close(merged.apply(s.features), means)
     assert ((merged.target < 0).sum() == 0) == (sum(map(len, members.values())) == s.n)
     assert any(len(member) > 1 for member in members.values()) == (similar < 1)
+
+
+def test_at_the_least_cosine_opposite_tokens_merge_too():
+    """In float32 the cosine of two opposite rows may be -1.0000001."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        row = torch.randn(1, 12, generator=generator)
+        s = Signals((1, 1, 2), features=torch.cat([row, -row]))
+        assert (run("uniform", s, options("uniform", keep=0.5, merge="nearest", similar=-1)).target >= 0).all()
 
 
 def test_there_are_methods_that_have_the_option():

@@ -325,8 +325,8 @@ class ReducerOptions:
 
 LEAST_SHARE = 1e-6
 """The smallest `keep`; less is no token of any image below half a million tokens."""
-MOST = 2**63 - 1
-"""The largest whole number of an option, as torch and other languages' JSON readers hold it."""
+MOST = 10**6
+"""The largest whole number of an option; no image has more tokens, no model more layers."""
 
 
 def check_keep(keep: Any) -> None:
@@ -337,12 +337,12 @@ def check_keep(keep: Any) -> None:
         raise ValueError(f"keep must be at least {LEAST_SHARE:g}, got {keep!r}, which leaves no token of any image")
 
 
-def check_whole(name: str, value: Any, least: int = 0) -> None:
-    """Raise ValueError unless `value` is a whole number from `least` to `MOST`."""
+def check_whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
+    """Raise ValueError unless `value` is a whole number from `least` to `most`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")
-    if value > MOST:
-        raise ValueError(f"{name} must be at most {MOST}, got {reprlib.repr(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {reprlib.repr(value)}")
 
 
 def rounded(grid: Grid, keep: float) -> int:

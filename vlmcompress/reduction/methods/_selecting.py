@@ -53,7 +53,8 @@ def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Redu
     rows = unit(signals.features)
     # [n, m] cosines of all tokens to the kept ones.
     likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
-    parent = torch.where(likeness >= options.similar, kept.anchor[nearest], -1)
+    # By rounding a cosine may be below -1, the least `similar`, which drops none.
+    parent = torch.where(likeness.clamp(min=-1) >= options.similar, kept.anchor[nearest], -1)
     # By rounding, a kept token could be nearer to a duplicate than to itself.
     parent[kept.anchor] = kept.anchor
     return Reduction.join(parent, count=len(index))

@@ -11,6 +11,7 @@ The paper's virtual token unmerging is not implemented: the language model gets 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -43,7 +44,9 @@ class Options(ReducerOptions):
         if self.thresholds is not None and not isinstance(self.thresholds, str):
             object.__setattr__(self, "thresholds", tuple(self.thresholds))
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):
-                raise ValueError(f"thresholds must be cosines, numbers from -1 to 1, got {self.thresholds!r}")
+                raise ValueError(
+                    f"thresholds must be cosines, numbers from -1 to 1, got {reprlib.repr(self.thresholds)}"
+                )
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
         """The options with these thresholds; with None they have to be learned."""

@@ -32,7 +32,7 @@ class Options(SelectingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("seed", self.seed)
+        check_whole("seed", self.seed, most=2**63 - 1)
 
 
 def reduce(signals: Signals, options: Options) -> Reduction:

@@ -6,12 +6,14 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from vlmcompress import __version__
-from vlmcompress.models import spec_for
+from vlmcompress.models import read_json, spec_for
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
 from vlmcompress.reduction import methods, scorer_file
@@ -21,6 +23,7 @@ from vlmcompress.reduction.support import check_config, check_counter, chooses_i
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest
+from vlmcompress.utils.messages import foreign_errors
 
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
@@ -58,6 +61,19 @@ class ServedReducer:
         if reducer.takes_count and carried.count is None:
             raise UserError(f"{where}: 'count' is missing, which '{reducer.method}' needs in vLLM; export it again")
         return ServedReducer(reducer, carried.count)
+
+    @staticmethod
+    def in_folder(folder: Path) -> ServedReducer | None:
+        """Read the reducer of a checkpoint's folder as vLLM's plugin will, without vLLM; None if it carries none.
+
+        Raises UserError for a reducer that the plugin would refuse, its scorer's file included.
+        """
+        config = read_json(folder / "config.json", "config")
+        if reducer_block.read_reducer(config) is None:
+            return None
+        with foreign_errors(f"{folder}: transformers cannot read config.json", "; export the checkpoint again"):
+            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return ServedReducer.of(hf_config)
 
     @property
     def views(self) -> bool:
