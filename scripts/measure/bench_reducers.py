@@ -60,19 +60,15 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "coverage": [{}, {"merge": "nearest"}],
     "learned": [{}],
     "cdpruner": [{}],
-    "scope": [{}],
     "dart": [{}, {"pivots": 4}],
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}],
     "dart-llm": [{}],
-    "pyramiddrop": [{}],
     "relevance": [{}],
     "visionzip": [{}],
     "vscan": [{"shallow": 1, "window": 3}, {"shallow": 3, "window": 4}],
-    "tome": [{}],
     "dymu": [{}],
 }
-ABOVE = {"pyramiddrop": 0.25}  # shares must be larger, as the first of four stages, one of four blocks, drops nothing
 VSCAN = {"demo-photo": 3}  # its shallow layer; 1 in the other models
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "dyrate": [{}],
@@ -98,7 +94,7 @@ def settings() -> list[Setting]:
     rows = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
-            for options in variants if share > ABOVE.get(method, 0) else ():
+            for options in variants:
                 output = {} if method in ("random", "vscan") else options
                 rows.append(Setting(make_choice(method, {"keep": share, **options}, "setting"), _group(method, output)))
         if share == SHARES[0]:
@@ -178,7 +174,7 @@ def _included(setting: Setting, args: argparse.Namespace) -> bool:
 
 def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
-    rows that the caches of all blocks hold. Of a method that drops at several blocks `after` is the mean over blocks, too."""
+    rows that the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
     if chosen and chosen.options.scorer is not None:
         scorer = str(args.scorers / f"{model}.safetensors")
@@ -190,8 +186,6 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     answers = asker.ask(chosen)
     before, after = int(answers.before.sum()), int(answers.after.sum())
     held = int(answers.held.sum()) / layers
-    if chosen and len(chosen.options.drops(layers)) > 1:
-        after = round(held)
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
     if chosen:
         row |= {"method": chosen.method, "options": chosen.options.settings(), "stage": chosen.module.STAGE}

@@ -128,7 +128,7 @@ def _checked(reducer: ReducerChoice, where: str) -> ReducerChoice:
     if not fits or options.keep is None or options.scorer is not None:
         raise UserError(
             f"{where}: a draft's tokens are chosen by a method that uses only features and keeps a fixed share: "
-            "coverage, divprune, cdpruner, dart, scope, uniform or random; or write hidden, all or none"
+            "coverage, divprune, cdpruner, dart, uniform or random; or write hidden, all or none"
         )
     return reducer
 

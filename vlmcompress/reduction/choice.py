@@ -114,16 +114,8 @@ class ReducerChoice:
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
         """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
-        if self.module.STAGE != "llm":
-            count = self.options.budget(grid)
-            return None if count is None else [count] * blocks
-        counts = [math.prod(grid)] * blocks
-        for layer, options in self.options.drops(blocks):
-            count = options.budget(grid)
-            if count is None:
-                return None
-            counts[layer:] = [count] * (blocks - layer)
-        return counts
+        count, first = self.options.budget(grid), self.options.layer or 0
+        return None if count is None else [math.prod(grid)] * first + [count] * (blocks - first)
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid rounds to no token, so that all tokens stay."""

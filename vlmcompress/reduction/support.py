@@ -97,12 +97,6 @@ def needs_encoder(module: Any) -> bool:
     return module.STAGE == "encoder" or "windowed" in module.NEEDS
 
 
-def reads_encoder(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
-    """Whether the method reads signals from within this model's encoder, required or optional ones."""
-    takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
-    return needs_encoder(module) or (takes and spec.vision_cls is not None and _no_cls_attention(spec, config) is None)
-
-
 def chooses_images(module: Any) -> bool:
     """Whether the method keeps or drops whole images of a prompt."""
     return module.STAGE == "pixels"
@@ -117,12 +111,10 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     blocks = config.get_text_config().num_hidden_layers
     if options.layer is not None and options.layer >= blocks:
         raise UserError(f"layer {options.layer} is none of the language model's {blocks} (from 0); choose a lower one")
-    try:
-        drops = options.drops(blocks)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if module.STAGE == "llm" and drops:
-        _check_deepstack(config, drops[0][0], options)
+    # Deepstack (Qwen3-VL) adds encoder features to the visual rows in the first blocks, which therefore need all rows.
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if options.layer is not None and options.layer < deep:
+        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
     if hasattr(module, "merge"):
         _check_merging(spec, config, module, options)
     elif needs_encoder(module):
@@ -133,16 +125,6 @@ def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
             raise UserError(
                 f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
             )
-
-
-def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
-    # Deepstack (Qwen3-VL) adds encoder features to the visual rows in the first blocks, which therefore need all rows.
-    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-    if layer < deep:
-        better = f"use layer {deep} or later"
-        if options.layer is None:
-            better = f"the first stage ends before layer {layer}, so use fewer stages"
-        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
 def _no_cls_attention(spec: ModelSpec, config: Any) -> str | None:
@@ -183,12 +165,6 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
     if isinstance(thresholds, tuple) and len(thresholds) != layers:
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
-        )
-    least, most = count_bounds(config, module)
-    if module.COUNT == "fixed" and options.budget((1, 1, most)) < least:
-        raise UserError(
-            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
-            f"leave {least}; choose at least keep={least / most:.3g}"
         )
 
 

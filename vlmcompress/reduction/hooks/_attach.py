@@ -83,11 +83,7 @@ class Attachment(Generic[Held]):
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Pairs (decoder block, units of the latest call with images from that block on), ascending; unreduced before the
-        first.
-
-        The last ones are `seen`.
-        """
+        """Pairs (decoder block, units of the latest call with images from that block on); unreduced before the block."""
         return [(0, self.reduced_units)]
 
     def __enter__(self) -> Attachment[Held]:
@@ -191,21 +187,17 @@ class Attachment(Generic[Held]):
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, units: Sequence[Unit], signals: Sequence[Signals], options: Any = None) -> list[Reduction]:
-        """Decide the reduction of the rows of each unit's signals, and add the units with their reductions to `seen`.
-
-        options: options of this decision, for methods that make several.
-        """
+    def _decide(self, units: Sequence[Unit], signals: Sequence[Signals]) -> list[Reduction]:
+        """Decide the reduction of the rows of each unit's signals, and add the units with their reductions to `seen`."""
         for unit in units:
             if not self._warned and methods.too_small(self.module, unit.grid, self.options):
                 self._warned = True
                 grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
                 text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
-        results = methods.reduce_all(self.module, signals, options or self.options)
-        for unit, image, result in zip(units, signals, results, strict=True):
-            total = result if image.merged is None else image.merged.then(result)
-            self.reduced_units.append(Reduced(**vars(unit), reduction=total))
+        results = methods.reduce_all(self.module, signals, self.options)
+        for unit, result in zip(units, results, strict=True):
+            self.reduced_units.append(Reduced(**vars(unit), reduction=result))
         return results
 
     def _words(self, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Slots, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
-from vlmcompress.reduction.support import feature_layers, reads_encoder
+from vlmcompress.reduction.support import feature_layers, needs_encoder
 from vlmcompress.utils.errors import UserError
 
 
@@ -22,7 +22,7 @@ class Early(Attachment[Slots]):
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
         self._merged: list[Reduction] = []  # reductions decided before the projector
         config = self.vlm.model.config
-        if not reads_encoder(self.vlm.spec, config, self.module):
+        if not needs_encoder(self.module):
             return
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1

@@ -1,7 +1,7 @@
 """Learn, from images, DyMU's thresholds and a predictor of the number of tokens that an image keeps.
 
 For DyMU, images go through the encoder in batches of 64. In each layer a batch's threshold is set so that it merges the
-scheduled number of pairs, which over all layers leaves a share `keep` of the tokens (`tome.schedule`); the next layer gets the
+scheduled number of pairs, which over all layers leaves a share `keep` of the tokens (`schedule`); the next layer gets the
 merged rows, and the result are mean thresholds over all batches. So images keep `keep` of their tokens on average, simple ones
 fewer. Families that cut images into tiles learn from the tiles.
 """
@@ -20,6 +20,8 @@ from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._merging import EncoderHooks, M, merger_of, pictures
 from vlmcompress.reduction.hooks.units import patch
 from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
+from vlmcompress.reduction.methods._base import share
+from vlmcompress.reduction.methods._tome import schedule
 from vlmcompress.reduction.support import count_bounds
 from vlmcompress.reduction.threshold_file import METHOD, load_thresholds, tower
 from vlmcompress.utils.errors import UserError
@@ -89,9 +91,8 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
-    tome = REGISTRY.get("tome")
     try:
-        return tome.schedule(math.prod(grid), tome.Options(keep=keep).budget(grid), layers)
+        return schedule(math.prod(grid), share(grid, keep), layers)
     except ValueError as error:
         raise UserError(f"keep={keep:g}: {error}; choose a larger share") from error
 

@@ -263,15 +263,6 @@ class ReducerOptions:
         """Index of the decoder block before which tokens are dropped; None for methods outside the language model."""
         return None
 
-    def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
-        """Decoder blocks before which tokens are dropped, ascending, each with its options, for a language model with `blocks`
-        blocks.
-
-        Empty outside the language model; `layer` alone gives one drop. Raises ValueError if the options do not fit the number
-        of blocks.
-        """
-        return () if self.layer is None else ((self.layer, self),)
-
     @property
     def shallow(self) -> int | None:
         """Index of the encoder block whose attention is `Signals.windowed`; None if unused."""

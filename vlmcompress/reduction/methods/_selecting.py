@@ -97,58 +97,50 @@ def kernels(device: torch.device, n: int) -> ModuleType | None:
     return _greedy_kernels if n <= _greedy_kernels.MOST else None
 
 
-def cover(
-    scores: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
-) -> Tensor:
+def cover(scores: Tensor, count: int, covered: Tensor | None = None) -> Tensor:
     """Greedily choose `count` columns of `scores [m, n]` whose rowwise maxima have a large sum; indices in order of
     choice.
 
-    Each step takes the column of largest gain in that sum, times `weight [n]` if given; of gains within a share
-    `slack` of the largest, the lowest index. Maxima start at 0, or at those of the columns `covered`, which are not
-    chosen again. On a CPU the choice is `lazily` made, elsewhere `stepwise` or by `kernels`; it is the same.
+    Each step takes the column of largest gain in that sum, of equal ones the lowest index. Maxima start at 0, or at those
+    of the columns `covered`, which are not chosen again. On a CPU the choice is made `lazily`, elsewhere `stepwise` or by
+    `kernels`; it is the same.
     """
     columns = scores.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
     best = columns.new_zeros(columns.shape[1])
     used = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
         best, used = columns[covered].amax(0), used.scatter(0, covered, True)
-    weight = torch.ones_like(columns[:, 0]) if weight is None else weight
 
-    def choose(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor) -> Tensor:
+    def choose(columns: Tensor, best: Tensor, used: Tensor) -> Tensor:
         if columns.device.type == "cpu":
-            images = zip(columns, best, used, weight, strict=True)
-            return torch.stack([lazily(*image, count, slack) for image in images])
+            return torch.stack([lazily(*image, count) for image in zip(columns, best, used, strict=True)])
         fused = kernels(columns.device, max(columns.shape[1:]))
-        return (fused.cover if fused else stepwise)(columns, best, used, weight, count, slack)
+        return (fused.cover if fused else stepwise)(columns, best, used, count)
 
-    return for_all_images(choose, columns, best, used, weight)
+    return for_all_images(choose, columns, best, used)
 
 
-def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def stepwise(columns: Tensor, best: Tensor, used: Tensor, count: int) -> Tensor:
     """Choose for `cover`, `[b, count]`, computing all gains in each step, without synchronizing with the device.
 
     Args:
         columns: `[b, n, m]`, the tables' columns.
         best: `[b, m]`, initial maximum of each row.
         used: `[b, n]`, columns that may not be chosen.
-        weight: `[b, n]`, factor of each column's gain.
     """
     best, rise = best.clone(), torch.empty_like(columns)
-    lost = torch.zeros_like(weight).masked_fill(used, -torch.inf)
+    lost = torch.zeros_like(columns[..., 0]).masked_fill(used, -torch.inf)
     chosen = torch.empty(count, len(columns), 1, dtype=torch.int64, device=columns.device)
     rows = chosen[..., None].expand(-1, -1, -1, best.shape[1])  # the chosen tokens as indices of whole columns
     for token, row in zip(chosen.unbind(), rows.unbind(), strict=True):
-        gain = torch.sub(columns, best[:, None], out=rise).clamp_(min=0).sum(2)
-        gain = torch.addcmul(lost, gain, weight)
-        if slack:
-            gain = (gain >= gain.amax(1, keepdim=True) * (1 - slack)).byte()
+        gain = torch.sub(columns, best[:, None], out=rise).clamp_(min=0).sum(2).add_(lost)
         torch.argmax(gain, 1, keepdim=True, out=token)
         torch.maximum(best, columns.gather(1, row)[:, 0], out=best)
         lost.scatter_(1, token, -torch.inf)
     return chosen[..., 0].T
 
 
-def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def lazily(columns: Tensor, best: Tensor, used: Tensor, count: int) -> Tensor:
     """Choose for `cover` of one image, recomputing only gains that can be the largest; arguments as in `stepwise`.
 
     A column's gain never rises while others are chosen, nor does its rounded sum, as each term falls and the order of
@@ -157,10 +149,9 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
     """
 
     def gains(index: Tensor) -> Tensor:
-        rise = columns.index_select(0, index).sub_(best)
-        return rise.clamp_(min=0).sum(1).mul_(weight.index_select(0, index))
+        return columns.index_select(0, index).sub_(best).clamp_(min=0).sum(1)
 
-    bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(used, -torch.inf)
+    bound = (columns - best).clamp_(min=0).sum(1).masked_fill_(used, -torch.inf)
     best, free = best.clone(), len(used) - int(used.sum())
     chosen = list[int]()
     for step in range(count):
@@ -168,14 +159,12 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
             front = bound.topk(min(_FRONT, free - step), sorted=False).indices
             new = gains(front)
             bound.index_copy_(0, front, new)
-            # Candidates: bounds that reach the largest new gain minus the slack. There are no others where the first of the
-            # largest bounds is new.
-            if slack or int(bound.argmax()) not in front.tolist():
-                old = (bound >= new.amax() * (1 - slack)).index_fill_(0, front, False)
-                rest = old.nonzero().squeeze(1)
+            # Candidates: bounds that reach the largest new gain. There are no others where the first of the largest bounds
+            # is new.
+            if int(bound.argmax()) not in front.tolist():
+                rest = (bound >= new.amax()).index_fill_(0, front, False).nonzero().squeeze(1)
                 bound.index_copy_(0, rest, gains(rest))
-        # The lowest index of the largest gain, or of gains within the slack of it.
-        token = int((bound >= bound.amax() * (1 - slack)).byte().argmax() if slack else bound.argmax())
+        token = int(bound.argmax())  # the lowest index of the largest gain
         # The new token covers each row at least as well as the ones before.
         torch.maximum(best, columns[token], out=best)
         bound[token] = -torch.inf

@@ -3,7 +3,7 @@
 In each layer a pair merges when its cosine is above that layer's threshold (at most half the tokens do). `threshold`
 finds the one that merges r pairs per image on average over a batch, `average` the mean over batches. How many tokens
 an image keeps is known only after the encoder, unless `merge` is given a count. Matching, order and means as in
-`tome`; the layers after should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
+`_tome`; the layers after should attend in proportion to size, by adding `merged.sizes.log()` to the logits of the keys
 (before the softmax; the published code's slow path adds it after).
 
 The paper's virtual token unmerging is not implemented: the language model gets one row per remaining token.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top
-from vlmcompress.reduction.methods.tome import join, match
+from vlmcompress.reduction.methods._tome import join, match
 
 STAGE = "encoder"
 NEEDS = frozenset({"keys", "heads"})

@@ -13,8 +13,7 @@ one window, and if windows are too small for their quota, the most attended othe
 cases); each frame has separate windows. Qwen's encoders have no CLS, and this package does not hook the attention that the
 authors use there, so the method is not available for Qwen.
 
-The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` after this where
-that layer can be hooked (96 kept here and a third of them there: 64 on average).
+The published second stage, within the language model, is FastV's rule at another layer; it is not implemented.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ NEEDS = frozenset({"features", "saliency", "windowed"})
 COUNT = "fixed"
 SERVED = True
 NO_BETTER_THAN = "random"
-SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of the 32 blocks of LLaVA-1.5-7B; in Qwen2.5-VL 14 of 28
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
-from vlmcompress.models import spec_for
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import reads_encoder
+from vlmcompress.reduction.support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
@@ -48,7 +47,7 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         tower: Any = self.vision_tower
         if self.reducer.merges:
             self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer, self.config)
-        elif reads_encoder(spec_for({"model_type": self.config.model_type}), self.config, method):
+        elif needs_encoder(method):
             shallow = options.shallow if "windowed" in method.NEEDS else None
             self._scan = Scan(tower.vision_model.encoder.layers, shallow)
 

@@ -1,11 +1,9 @@
-"""ToMe: in every layer of the encoder merge the most similar tokens (arXiv 2210.09461), bipartite soft matching.
+"""Bipartite soft matching of ToMe (arXiv 2210.09461), on which `dymu` builds.
 
 Between attention and MLP of each layer the tokens are split into alternate sets A and B; each of A finds the most
-similar of B by cosine of the keys (mean over heads), and the r most similar pairs merge into their size-weighted mean.
-The layers after should attend in proportion to size: add `merged.sizes.log()` to the logits of the keys.
+similar of B by cosine of the keys (mean over heads), and the most similar pairs merge into their size-weighted mean.
 
-The merges are spread evenly over the layers, with more in the first ones if half the tokens per layer (all of A) would not be
-enough. Deviations: each layer's outputs are put back in raster order, which a language model needs and which from the second
+Deviations: each layer's outputs are put back in raster order, which a language model needs and which from the second
 layer on splits A and B differently than the published order [A, B]; the caller keeps a CLS token aside, so A begins with the
 first patch.
 """
@@ -13,36 +11,11 @@ first patch.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
-
-STAGE = "encoder"
-NEEDS = frozenset({"keys", "heads"})
-COUNT = "fixed"
-SERVED = True
-
-
-@dataclass(frozen=True)
-class Options(ReducerOptions):
-    """`keep`: share of the tokens after the last layer."""
-
-    keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
-
-
-def merge(signals: Signals, options: Options, layer: int, layers: int, count: int | None = None) -> Reduction:
-    """Merge this layer's part of the pairs."""
-    assert signals.keys is not None and signals.heads is not None
-    count = options.budget(signals.grid) if count is None else count
-    pairs = schedule(signals.n, count, layers - layer)[0]
-    scores, partner = match(signals.keys, signals.heads)
-    return join(top(scores, pairs), partner, signals)
+from vlmcompress.reduction.methods._base import Reduction, Signals, unit
 
 
 def schedule(n: int, count: int, layers: int) -> list[int]:
