@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -13,17 +12,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def work_or_render(doc: str, room: str) -> argparse.Namespace:
-    """The arguments of a script that measures in a folder, with `room` for so much, or prints its table."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, metavar="DIR", help=f"a place for {room}")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    args = parser.parse_args()
-    if not args.render and args.work is None:
-        parser.error("--work DIR is needed")
-    return args
 
 
 def process_cost(command: list[str], folder: Path) -> dict[str, float]:
@@ -44,7 +32,7 @@ def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
     with subprocess.Popen(command, cwd=folder, stdout=sys.stderr, env=os.environ | settings) as process:
         while process.poll() is None:
-            peak = max(peak, sum(map(_anonymous, family(process.pid))))
+            peak = max(peak, sum(map(_anonymous, _family(process.pid))))
             time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}")
@@ -59,13 +47,13 @@ def process_cost(command: list[str], folder: Path) -> dict[str, float]:
     }
 
 
-def family(pid: int) -> list[int]:
+def _family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     with contextlib.suppress(OSError):  # it has ended
         children = [
             int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
         ]
-        return [pid, *(member for child in children for member in family(child))]
+        return [pid, *(member for child in children for member in _family(child))]
     return []
 
 

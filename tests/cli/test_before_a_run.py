@@ -114,7 +114,7 @@ def spoil(folder: Path, kind: str) -> None:
         ),
         ("long", "line 1 has 3", False),
         ("truncated", "calib.jsonl line 1: image '", True),
-        ("text", "is not an image that Pillow can read", True),
+        ("text", "is not an image in one of JPEG, PNG", True),
     ],
 )
 def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, rows):

@@ -231,6 +231,13 @@ def edit_tensors(folder: Path, edit) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def test_a_float_weight_stored_as_integers(folder):
+    """Of as many bytes, and so neither its shape nor its place in the file is wrong."""
+    name = "language_model.model.layers.0.mlp.down_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].view(torch.int16)}))
+    refused(folder, f"'{name}' .* is stored as I16, and the model's is of numbers with a fraction")
+
+
 def test_missing_and_surplus_tensors(folder):
     edit_tensors(folder, lambda tensors: tensors.pop("vision_tower.vision_model.pre_layrnorm.weight"))
     refused(folder, "lacks 1 tensors.*model.vision_tower.pre_layrnorm.weight")

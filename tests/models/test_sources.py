@@ -284,6 +284,25 @@ def test_what_belongs_to_a_model(folder):
         models.check_files(folder)
 
 
+def test_a_link_out_of_the_folder_is_not_copied(folder, tmp_path, capsys):
+    """Archives and checkouts of strangers can hold links to what is private; the Hub's cache has links to its blobs."""
+    (tmp_path / "key").write_text("secret")
+    (folder / "NOTICE.md").symlink_to(tmp_path / "key")
+    assert cli.main(["quantize", str(folder), "-o", str(tmp_path / "out"), "--scheme", "rtn"]) == 2
+    assert "NOTICE.md is a link that leads out of the model's folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    cache = tmp_path / "hub" / "models--a--b"
+    blob, snapshot = cache / "blobs" / "0123", cache / "snapshots" / "4567"
+    for place in (blob, snapshot):
+        place.parent.mkdir(parents=True)
+    blob.write_text("a notice")
+    (folder / "NOTICE.md").unlink()
+    shutil.copytree(folder, snapshot)
+    (snapshot / "NOTICE.md").symlink_to(Path("..", "..", "blobs", "0123"))
+    (snapshot / "README.md").symlink_to("NOTICE.md")
+    assert {Path("NOTICE.md"), Path("README.md")} <= set(model_folder.companions(snapshot))
+
+
 def test_tokens_beyond_the_embedding(folder, tmp_path, capsys):
     """A prompt with one of them fails in every engine: `check` objects, `quantize` says so and what else it leaves behind."""
     processor = models.load_processor(folder)

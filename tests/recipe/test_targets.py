@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 
+from tests.kit.places import ROOT
 from vlmcompress.numerics import ActFormat, Format, Scheme
 from vlmcompress.recipe import SCHEMES, targets
 from vlmcompress.recipe.targets import Limit
@@ -91,11 +94,24 @@ def test_format_key(scheme, key):
         ("a100", "memory", "gptq-plus"),
         ("a100", "throughput", "int8"),
         ("a100-40gb", None, "gptq-plus"),
-        ("cpu", None, "gptq-plus"),
+        ("cpu", None, "int8"),
     ],
 )
 def test_default_scheme(name, goal, scheme):
     assert targets.default_scheme(name, goal) == scheme
+
+
+def test_speeds_of_the_cpu_are_the_measured_ones():
+    """Medians of requests a second with twelve clients over those of BF16, from the results that docs/results.md shows."""
+    rows = json.loads((ROOT / "eval/serving.json").read_text())["quantized"]["rows"]
+    rates = {
+        variant: statistics.median(
+            row["request_throughput"] for row in rows if (row["variant"], row["load"]) == (f"{variant} full", "load")
+        )
+        for variant in ("bf16", "int8", "rtn")
+    }
+    ratios = [round(rates[variant] / rates["bf16"], 2) for variant in ("bf16", "int8", "rtn")]
+    assert ratios == [targets.get_target("cpu").speeds[key] for key in ("bf16", "w8a8-int", "w4a16")]
 
 
 def test_gpus_without_cuda_are_no_cpus():

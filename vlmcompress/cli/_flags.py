@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+        for number in (int, float):
+            self.register("type", number, partial(_ascii, number))
         self._alternatives: dict[str, list[str]] = {}
 
     def add_argument(
@@ -44,6 +47,11 @@ class Parser(argparse.ArgumentParser):
         for foreign in mistaken_for:
             self._alternatives.setdefault(foreign, []).append(action.option_strings[-1])
         return action
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string.strip() and action.option_strings and action.default != "":
+            raise UserError(f"{self.prog}: {action.option_strings[-1]} has an empty value; give one, or leave it out")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -82,6 +90,13 @@ class Parser(argparse.ArgumentParser):
     def has(self, flag: str) -> bool:
         """Whether the parser's help shows this flag."""
         return any(flag in action.option_strings for action in self._actions)
+
+
+def _ascii(number: Callable[[str], float], text: str) -> float:
+    """The number that a text in ASCII is; `int` and `float` alone take digits of every script. Raises ValueError."""
+    if not text.isascii():
+        raise ValueError
+    return number(text)
 
 
 MODEL = "folder of the original, or an id on the Hub"

@@ -16,13 +16,11 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, table
 
 if TYPE_CHECKING:
-    from vlmcompress.engines.vllm.served_model import ServedModel
     from vlmcompress.evaluation.capacity.capacity import Capacity
 
 GROUP = "look first"
 PLACE = 10
 MOST = 10_000_000
-SIZES = "224x224,448x448,672x672,896x896,1024x1024,1344x1344,2048x2048"
 
 
 def options(parser: Parser) -> None:
@@ -64,8 +62,6 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--kv-cache-memory", metavar="SIZE", help="size of the KV cache; default: the rest of the memory"
     )
-    parser.add_argument("--sizes", nargs="?", const=SIZES, metavar="WxH,...", help="add a table over image sizes")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the table of --sizes")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -73,11 +69,6 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress import models
 
     fields = _request_fields(args)
-    sizes = [parse_pixels(text, "--sizes", most=9_999_999) for text in (args.sizes or SIZES).split(",")]
-    if args.plot and Path(args.plot).suffix != ".svg":
-        raise UserError(f"--plot {args.plot} should end in .svg")
-    if args.plot and not Path(args.plot).parent.is_dir():
-        raise UserError(f"--plot {args.plot}: {Path(args.plot).parent} does not exist; make the folder first")
     models.check_type(_flags.check_model(args.model, family=False))
     reducer = None
     if args.reduce:
@@ -98,15 +89,8 @@ def run(args: argparse.Namespace) -> Outcome:
     request = CapacityRequest(Pictures(*fields.pop("pictures")), reduce=reducer, **fields)
     model = read_served_model(Path(hub.local(args.model, weights="headers")))
     capacity = plan_capacity(model, request)
-    data, text = as_data(capacity), plan_text(capacity)
-    if args.sizes or args.plot:
-        data["sizes"] = rows = _by_size(model, sizes, capacity)
-        text += "\n\n" + sizes_text(rows, capacity)
-        if args.plot:
-            _draw(Path(args.plot), rows, capacity)
-            text += f"\n\n  drawn into {args.plot}"
     undecided = all(row.space is None for row in capacity.rows)  # the machine's memory is not known
-    return OK if capacity.best or undecided else BAD_INPUT, data, text
+    return OK if capacity.best or undecided else BAD_INPUT, as_data(capacity), plan_text(capacity)
 
 
 def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +116,7 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--video {args.video[:40]} is not a size; write it FRAMESxWIDTHxHEIGHT, like 16x640x360")
         video = int(match[1]), int(match[2]), int(match[3])
     texts = {"--memory": args.memory, "--reserve": args.reserve, "--kv-cache-memory": args.kv_cache_memory}
-    memory, reserve, space = (text and parse_bytes(text, flag) for flag, text in texts.items())
+    memory, reserve, space = (None if text is None else parse_bytes(text, flag) for flag, text in texts.items())
     return {
         "pictures": ((image,) * images, video),
         "text": args.text_tokens,
@@ -146,53 +130,6 @@ def _request_fields(args: argparse.Namespace) -> dict[str, Any]:
         "space": space,
         "vocabulary": {key: value for key in ("head", "embeddings") if (value := getattr(args, key, None))},
     }
-
-
-def _by_size(model: ServedModel, sizes: list[tuple[int, int]], capacity: Capacity) -> list[dict[str, Any]]:
-    """A row per image size: the cache of one request, and how many requests the recommended format serves at once."""
-    from vlmcompress.evaluation.capacity.capacity import plan_capacity
-    from vlmcompress.reduction.visual_count import Pictures
-
-    request, best = capacity.request, capacity.best
-    number = max(len(request.pictures.images), 1)
-    rows = []
-    for image in sizes:
-        pictures = Pictures((image,) * number, request.pictures.video)
-        resized = plan_capacity(model, dataclasses.replace(request, pictures=pictures), rows=False)
-        loads = {}
-        for name, load in resized.loads.items():
-            space = best.space if best else None
-            if space is not None and request.space is None:
-                space += capacity.encoder + capacity.reserve - resized.encoder - resized.reserve
-            enough = space is not None and space - resized.pool.block_bytes >= load.bytes
-            flight = resized.defaults.in_flight(load.context)
-            loads[name] = {
-                "visual": load.visual,
-                "context": load.context,
-                "bytes": load.bytes,
-                "requests": float(resized.pool.requests(space or 0, load.context, flight)) if enough else 0.0,
-            }
-        rows.append({"size": f"{image[0]}x{image[1]}", "pixels": image[0] * image[1], "loads": loads})
-    return rows
-
-
-def _draw(file: Path, rows: list[dict[str, Any]], capacity: Capacity) -> None:
-    from vlmcompress.evaluation.report.charts import requests
-
-    rows = sorted(rows, key=lambda row: row["pixels"])
-    names = list(rows[0]["loads"])
-    title = "Requests at once" + (f" in {capacity.best.weights.name}" if capacity.best else "")
-    if capacity.request.target:
-        title += f" on {capacity.request.target.title}"
-    drawn = requests(
-        title,
-        [row["size"] for row in rows],
-        [row["pixels"] for row in rows],
-        {name: [row["loads"].get(name, {}).get("requests") for row in rows] for name in names},
-    )
-    if not drawn:
-        raise UserError(f"--plot {file}: no size fits, so there is nothing to draw")
-    file.write_text(str(drawn) + "\n", encoding="utf-8")
 
 
 def plan_text(capacity: Capacity) -> str:
@@ -221,7 +158,8 @@ def plan_text(capacity: Capacity) -> str:
         written = advice.command(capacity, best, advice.model_name(capacity))
         flags = advice.serve_flags(capacity, best)
         lines += [f"  {written}"] if written else []
-        lines.append(f"  vllm serve {'OUT' if written else advice.model_name(capacity)} {' '.join(map(str, flags))}")
+        folder = "OUT" if written else advice.model_name(capacity)
+        lines.append(f"  {advice.serve_command(capacity, best, folder, flags)}")
         lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
     lines += [f"  note: {note}" for note in capacity.notes]
     return "\n".join(lines)
@@ -260,6 +198,7 @@ def _formats_text(capacity: Capacity) -> str:
     head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
     head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
     head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
+    head += ["measured speed"] if capacity.speeds else []
     rows = [(*head, "also by")]
     for row in capacity.rows:
         if row.weights.refused is not None:
@@ -273,31 +212,18 @@ def _formats_text(capacity: Capacity) -> str:
             cells.append(figures(1 / served.step) if served and served.step else "")
             batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
             cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
+        if capacity.speeds:
+            speed = capacity.speeds.get(row.weights.key)
+            cells.append("" if speed is None else f"{speed:g} times")
         rows.append((*cells, ", ".join(row.weights.others)))
     about, target = "", capacity.request.target
-    if not (target and target.bandwidth and target.rates):
+    if capacity.speeds:
+        about = "\n  measured speed: requests a second of 12 clients, of bf16's (docs/results.md, Speed of serving)"
+    elif not (target and target.bandwidth and target.rates):
         about = "\n  time bounds: unknown without a target's bandwidth and arithmetic"
     elif bounds:
         about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
     return table(rows) + about
-
-
-def sizes_text(rows: list[dict[str, Any]], capacity: Capacity) -> str:
-    """The table over image sizes."""
-    names = list(rows[0]["loads"])
-    head = ["image"]
-    for name in names:
-        head += [f"visual ({name})", "cache a request", "requests"]
-    lines = [tuple(head)]
-    for row in rows:
-        cells = [row["size"]]
-        for name in names:
-            load = row["loads"].get(name)
-            filled = load and [f"{load['visual']:,}", size(load["bytes"]), f"{int(load['requests']):,}"]
-            cells += filled or ["", "", ""]
-        lines.append(tuple(cells))
-    best = f"Requests at once in {capacity.best.weights.name}, by size of the image" if capacity.best else ""
-    return f"{best or 'By size of the image'}\n{table(lines)}"
 
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
@@ -319,6 +245,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
             "device_weights": row.device,
             "cache_space": row.space,
             "fits": row.fits,
+            "measured_speed": capacity.speeds.get(row.weights.key),
             "served": {
                 name: {
                     "requests": served.requests,

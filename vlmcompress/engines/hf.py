@@ -135,16 +135,15 @@ class Engine:
 
     def _parts(self, content, decoded: list) -> list[dict]:
         """Convert a message's content for processors: in parts, images as Pillow images, videos as the frames of `decoded`."""
-        from PIL import Image
-
         from vlmcompress.models.data import video
+        from vlmcompress.utils.images import open_raster
 
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         parts = []
         for part in content:
             if part["type"] == "image_url":
-                with Image.open(media_file(part["image_url"]["url"], self.media)) as image:
+                with open_raster(media_file(part["image_url"]["url"], self.media)) as image:
                     part = {"type": "image", "image": image.convert("RGB")}
             elif part["type"] == "video_url":
                 images = any(other["type"] == "image_url" for other in content)

@@ -122,7 +122,7 @@ class Engine:
                     path = Path(unquote(urlparse(address).path)).resolve()
                     if not address.startswith("file://") or not path.is_relative_to(self.media):
                         raise ValueError(f"{address[:80]} is not a file in {self.media}")
-                    with Image.open(path) as picture:
+                    with Image.open(path, formats=["PNG"]) as picture:
                         images.append(picture.convert("RGB"))
                     parts[at] = {"type": "image"}
             conversation.append(message | {"content": parts})

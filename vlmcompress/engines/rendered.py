@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from vlmcompress.engines import media_file
+from vlmcompress.utils.images import open_raster
 
 
 def description(engine, name: str, package: str) -> dict:
@@ -89,7 +90,7 @@ class Rendered:
             parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
             for at, part in enumerate(parts):
                 if part["type"] == "image_url":
-                    with Image.open(media_file(part["image_url"]["url"], self.media)) as picture:
+                    with open_raster(media_file(part["image_url"]["url"], self.media)) as picture:
                         images.append(self.encode_image(picture.convert("RGB")))
                     parts[at] = {"type": "image"}
             conversation.append(message | {"content": parts})

@@ -287,7 +287,8 @@ def check_template(processor: Any, path: str | Path) -> None:
 
 
 def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
-    """Raise `UserError` where a tensor's shape on disk is not the model's; no weight is read."""
+    """Raise `UserError` where a tensor's shape on disk is not the model's, or its type not of numbers with a fraction; no
+    weight is read."""
     headers = tensor_headers(path)
     state = meta_model.state_dict(keep_vars=True)
     for memory, disk in names.items():
@@ -296,6 +297,11 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
             raise UserError(
                 f"tensor '{disk}' in {path / headers[disk]['file']} has shape {list(shape)}, config.json asks for "
                 f"{list(state[memory].shape)}; config and weights do not belong together"
+            )
+        if state[memory].is_floating_point() and not tensor_files.DTYPES[headers[disk]["dtype"]].is_floating_point:
+            raise UserError(
+                f"tensor '{disk}' in {path / headers[disk]['file']} is stored as {headers[disk]['dtype']}, and the model's is "
+                "of numbers with a fraction; download it again"
             )
 
 

@@ -126,12 +126,13 @@ def refuse_adapter(path: Path) -> None:
 
 
 def check_files(path: str | Path) -> None:
-    """Raise `UserError` for a model folder with files that cannot be copied: devices, pipes, broken links."""
+    """Raise `UserError` for a model folder with files that cannot be copied: devices, pipes, links out of it."""
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
-            if not file.is_file() and model_folder.belongs(file.relative_to(path)):
-                raise UserError(f"{file} is a device, a pipe or a link that leads nowhere; remove it from the folder")
+            place = file.relative_to(path)
+            if model_folder.belongs(place) and not (file.is_file() and place.suffix == ".safetensors"):
+                model_folder.check_file(Path(path), place)
 
 
 def shards(path: str | Path) -> list[Path]:

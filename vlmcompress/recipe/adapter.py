@@ -44,7 +44,7 @@ def replaced(model: Path, adapter: Path | None) -> list[str]:
 
 def inputs_folder(model: Path, adapter: Path | None) -> Path:
     """A folder with `model`'s config.json and its files other than weights, where an adapter's replace them: `model`
-    itself, or a folder of links, removed when this process ends."""
+    itself, or a temporary folder with copies, removed when this process ends."""
     kinds = replaced(model, adapter)
     if adapter is None or not kinds:
         return model
@@ -54,7 +54,7 @@ def inputs_folder(model: Path, adapter: Path | None) -> Path:
 
 @functools.cache
 def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[tuple[str, int, int], ...]) -> Path:
-    """The folder of links of `inputs_folder`. `_state`: state of both folders' files, so that a change makes a new
+    """The temporary folder of `inputs_folder`. `_state`: state of both folders' files, so that a change makes a new
     one."""
     folder = Path(tempfile.mkdtemp(prefix="vlmcompress-inputs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -67,7 +67,7 @@ def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[
         files |= {place: adapter / place for place in brought}
     for place, file in files.items():
         (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).symlink_to(file.resolve())
+        shutil.copyfile(file, folder / place)
     template = _inline_template(adapter if "chat template" in kinds else model)
     if template and not model_folder.processing_files(folder, "chat template"):
         (folder / "chat_template.jinja").write_bytes(template)

@@ -64,7 +64,7 @@ class Target:
         bandwidth: GB/s of device memory; None: depends on the machine.
         rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic, TOPS; missing for types that the
             machine does not support or no source states.
-        schemes: goal -> scheme that suits it best; `None` -> scheme to take without a goal.
+        schemes: goal -> scheme that suits it best, by its kernels; `None` -> scheme to take without a goal.
         kernels: format -> the kernel that vLLM picks.
         weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
         refused: format -> why it does not run, naming the alternative.
@@ -76,6 +76,7 @@ class Target:
         kv_instead: what is better there.
         source: where memory, bandwidth and rates are from.
         vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
+        speeds: format -> requests a second in vLLM on such a machine, as a multiple of BF16's, where that was measured.
     """
 
     title: str
@@ -96,6 +97,7 @@ class Target:
     kv_fp8_refused: str | None = None
     kv_instead: str = ""
     vision_attention_fp8: str = ""
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_cpu(self) -> bool:
@@ -410,11 +412,13 @@ _MI300X = Target(
 # `kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
 # `v1/attention/backends/cpu_attn.py`: the head sizes.
 # `fused_moe/experts/cpu_moe.py`: experts, in 16 bits everywhere, `CPUExpertsInt4` and `CPUExpertsInt8` with AMX.
+# Speeds: of 12 clients on two cores with AVX-512, by `scripts/measure/bench_serving.py`; a test holds them to its results.
 _CPU = Target(
     title="vLLM's CPU build",
     memory=None,
     capability=None,
-    schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "int8"},
+    schemes={None: "int8", "memory": "gptq-plus", "throughput": "int8"},
+    speeds={"w8a8-int": 1.15, "bf16": 1.0, "w4a16": 0.59},
     kernels={
         "bf16": "BF16",
         "w4a16": "CPUWNA16",

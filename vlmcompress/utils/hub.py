@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.messages import note
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, PICKLES, weight_names
 from vlmcompress.utils.text import size
@@ -35,7 +36,6 @@ Weights = Literal["values", "headers", "none"]
 OFFLINE = "HF_HUB_OFFLINE"
 TRAIN, TEST = ("train",), ("test", "validation", "val", "dev")
 TABLES = (".parquet", ".jsonl", ".ndjson", ".json")
-IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif")
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _ID = re.compile(rf"(?P<id>{_NAME}/{_NAME})(@(?P<revision>[\w./-]+))?(:(?P<part>[^:\0]+))?", re.ASCII)
@@ -104,7 +104,7 @@ def parse_repository(name: str | Path, kind: Kind = "model") -> Repository | Non
     match = _ID.fullmatch(text)
     if match is None or os.path.lexists(text) or (kind == "model" and match["part"]):
         return None
-    if kind == "dataset" and not match["part"] and PurePosixPath(match["id"]).suffix.lower() in (*TABLES, *IMAGES):
+    if kind == "dataset" and not match["part"] and PurePosixPath(match["id"]).suffix.lower() in (*TABLES, *SUFFIXES):
         return None
     return Repository(match["id"], kind, match["revision"], match["part"])
 
@@ -245,9 +245,9 @@ def _data_files(repository: Repository, splits: Sequence[str], within: Sequence[
         if tables := [n for n in within if _suffix(n) == suffix and PurePosixPath(n).name not in _NO_TABLES]:
             table = _one_table(repository, splits, tables)
             folder = "" if "/" not in table else f"{PurePosixPath(table).parent}/"
-            images = [n for n in names if suffix != ".parquet" and _suffix(n) in IMAGES and n.startswith(folder)]
+            images = [n for n in names if suffix != ".parquet" and _suffix(n) in SUFFIXES and n.startswith(folder)]
             return Chosen([table, *images], path=table)
-    images = [name for name in within if _suffix(name) in IMAGES]
+    images = [name for name in within if _suffix(name) in SUFFIXES]
     if not images:
         raise UserError(f"{repository.what} has no .parquet or .jsonl file and no images; name another")
     return Chosen(images, path=part)
@@ -278,7 +278,7 @@ def _split_files(repository: Repository, split: str, within: Sequence[str]) -> C
     """All tables of one split of a data set for `accuracy.local_data`, and the images next to them."""
     for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
         if tables := [name for name in within if fnmatch(PurePosixPath(name).name, pattern)]:
-            images = [] if pattern.endswith(".parquet") else [name for name in within if _suffix(name) in IMAGES]
+            images = [] if pattern.endswith(".parquet") else [name for name in within if _suffix(name) in SUFFIXES]
             return Chosen([*tables, *images], path=repository.part or ".")
     where = f" in {repository.part}" if repository.part else ""
     raise UserError(f"{repository.what} has no .parquet or .jsonl file{where}; name another")

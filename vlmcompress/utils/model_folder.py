@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -43,6 +44,7 @@ _OTHERS = (
 )
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Config files of formats besides config.json; a folder has only those of its own format."""
+_BLOB = re.compile(r"/(models|datasets)--[^/]+/blobs/[^/]+$")  # a file in the Hub's cache, to which its folders link
 _WRITTEN_ANEW = ("vlmcompress.json", "serve")  # written anew for each of our checkpoints
 
 
@@ -178,19 +180,33 @@ def adapter_left(folder: Path) -> bool:
 
 
 def processing_files(folder: Path, kind: str | None = None) -> list[Path]:
-    """The tokenizer and processor files in a folder, as sorted relative paths; `kind`: only of this key of `PROCESSING`."""
+    """The tokenizer and processor files in a folder, as sorted relative paths; `kind`: only of this key of `PROCESSING`.
+
+    Raises as `check_file`.
+    """
     patterns = PROCESSING[kind] if kind else tuple(itertools.chain(*PROCESSING.values()))
-    return [place for place in _visible(folder) if _matches(place, patterns)]
+    return _chosen(folder, patterns)
 
 
 def companions(folder: Path) -> list[Path]:
     """The files of the model in a folder besides config.json and weights, as sorted relative paths: tokenizer and processor,
-    generation settings, card and licence, and Python code if a config refers to it (`auto_map`)."""
-    kept = [*processing_files(folder), *(place for place in _visible(folder) if _matches(place, _OTHERS))]
-    code = [place for place in _visible(folder) if _matches(place, ("*.py",))]
-    if code and any(_refers_to_code(folder / place) for place in (Path("config.json"), *kept)):
-        kept += code
+    generation settings, card and licence, and Python code if a config refers to it (`auto_map`). Raises as `check_file`."""
+    kept = [*processing_files(folder), *_chosen(folder, _OTHERS)]
+    if any(_refers_to_code(folder / place) for place in (Path("config.json"), *kept)):
+        kept += _chosen(folder, ("*.py",))
     return sorted(set(kept))
+
+
+def check_file(folder: Path, place: Path) -> None:
+    """Raise `UserError` unless a file of a model's folder is a regular one that lies in it, or in the Hub's cache."""
+    file = folder / place
+    if not file.is_file():
+        raise UserError(f"{file} is a device, a pipe or a link that leads nowhere; remove it from the folder")
+    target = file.resolve()
+    if not (target.is_relative_to(folder.resolve()) or _BLOB.search(target.as_posix())):
+        raise UserError(
+            f"{file} is a link that leads out of the model's folder, to {target}; remove it, or put the file itself there"
+        )
 
 
 def belongs(place: Path) -> bool:
@@ -210,6 +226,14 @@ def _visible(folder: Path) -> list[Path]:
     """The files in a folder and its subfolders that are not hidden, as sorted relative paths."""
     places = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return sorted(place for place in places if not any(part.startswith(".") for part in place.parts))
+
+
+def _chosen(folder: Path, patterns: Collection[str]) -> list[Path]:
+    """The files in a folder that match a pattern, as sorted relative paths. Raises as `check_file`."""
+    places = [place for place in _visible(folder) if _matches(place, patterns)]
+    for place in places:
+        check_file(folder, place)
+    return places
 
 
 def _matches(place: Path, patterns: Collection[str]) -> bool:

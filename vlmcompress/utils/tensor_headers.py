@@ -6,7 +6,9 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import functools
 import math
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,8 @@ TYPES: dict[str, tuple[str, int]] = {
 FLOATS = ("F16", "BF16", "F32")
 """Types of unquantized weights."""
 _MAX_HEADER = 100_000_000  # the official reader's limit
+_MOST = 500_000
+"""Most tensors of a file: some times those of the largest mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,24 @@ class Entry:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """All tensors of a safetensors file, in the order of their bytes. Reads only the header.
+    """All tensors of a safetensors file, in the order of their bytes. Reads only the header, and once while it is the same.
 
     Raises:
         UserError: the file is not safetensors, is truncated, or its header does not match the data.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; download or copy the file again") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is not a file; put the weights themselves there")
+    return list(_read_entries(path, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)))
+
+
+@functools.lru_cache(maxsize=256)
+def _read_entries(path: Path, size: int, _state: tuple[int, ...]) -> tuple[Entry, ...]:
+    """`read_entries` of a file of `size` bytes; `_state` changes when the file does."""
+    try:
         with path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER + 1
@@ -97,6 +112,8 @@ def read_entries(path: Path) -> list[Entry]:
         header = json_files.parse_json(raw)
         if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
             raise TypeError("metadata that are not text")
+        if len(header) > _MOST:
+            raise UserError(f"{path} has {len(header):,} tensors, more than {_MOST:,}; split it into several files")
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a complete safetensors file (bad header); download or copy it again") from error
@@ -108,7 +125,7 @@ def read_entries(path: Path) -> list[Entry]:
         position = entry.end
     if position != size:
         raise UserError(f"{path} has {size} bytes, its header needs {position}; it was cut short, download it again")
-    return entries
+    return tuple(entries)
 
 
 def _entry(path: Path, name: str, info: dict, base: int) -> Entry:

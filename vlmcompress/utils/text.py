@@ -105,7 +105,8 @@ def parse_bytes(text: str | int, what: str) -> int:
     written = str(text).strip().upper().replace(" ", "")
     unit = next((unit for unit in _UNITS if written.endswith(unit)), "")
     try:
-        count = int(float(written.removesuffix(unit)) * _UNITS.get(unit, 1))
+        # `float` alone takes digits of every script
+        count = int(float(written.removesuffix(unit)) * _UNITS.get(unit, 1)) if written.isascii() else 0
     except (ValueError, OverflowError):
         count = 0
     if count <= 0:
@@ -115,6 +116,7 @@ def parse_bytes(text: str | int, what: str) -> int:
 
 def check_size(text: str) -> str:
     """Return a size like `5GB` unchanged, or raise ValueError if it is not one."""
-    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[KMG]i?B\s*", text, re.IGNORECASE) or not float(re.sub(r"[^\d.]", "", text)):
+    match = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*[KMG]i?B\s*", text, re.IGNORECASE | re.ASCII)
+    if not match or not float(match[1]):
         raise ValueError("Input should be a size like 5GB or 500MB")
     return text

@@ -36,7 +36,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("versions", "reader", "results"), RUNS)
 def test_the_table_is_what_was_run(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
-    """Oracle: the libraries themselves (`scripts/measure/other_readers.py`). What is said to load has loaded in the versions
+    """Oracle: the libraries themselves (eval/readers.json). What is said to load has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
         verdict = readers.load_verdict(reader, KNOWN[case])

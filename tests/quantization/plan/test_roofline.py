@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.kit import tiny
+from vlmcompress import cli
 from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.numerics import ActFormat, Format, Scheme
 from vlmcompress.quantization.plan import roofline
 from vlmcompress.quantization.plan.roofline import Read, Work
+
+DEFAULTS = ("patch_size", "window_size", "fullatt_block_indexes")
 
 
 @pytest.mark.parametrize(("name", "patches"), [("llava", [16]), ("qwen2-vl", [64])])
@@ -42,6 +47,21 @@ def test_the_towers_work_is_what_torch_counts(name, patches, checkpoint):
     assert ours == pytest.approx(
         counted, rel=0.12 if name == "llava" else 1e-9
     )  # CLIP has one more token, for the class
+
+
+def test_a_short_config_has_the_defaults_of_its_class(tmp_path):
+    """Of a tower: what transformers fills in is counted like what the file has, windows among it."""
+    folder = tiny.build("qwen2-5-vl", tmp_path / "model")
+    file = folder / "config.json"
+    config, defaults = json.loads(file.read_text()), transformers.Qwen2_5_VLConfig().vision_config
+    rest = {key: value for key, value in config["vision_config"].items() if key not in DEFAULTS}
+    full = rest | {key: getattr(defaults, key) for key in DEFAULTS}
+    work = []
+    for vision in (full, rest, full | {"fullatt_block_indexes": [0, 1]}):
+        file.write_text(json.dumps(config | {"vision_config": vision}))
+        work.append(roofline.tower(read_served_model(folder), [256], 64))
+        assert cli.main(["plan", str(folder), "--target", "a100", "--image-size", "64x64"]) == 0
+    assert work[0] == work[1] < work[2]
 
 
 def test_a_token_meets_some_experts_alone(tmp_path):

@@ -17,8 +17,11 @@ observed mean x is then assigned to the largest images, down to a common level L
 
 For an x chosen beforehand S_i + t_i + L is never negative and has the mean L under the hypothesis, so that the product of
 the (S_i + t_i + L) / L is at most 1 on average, whatever each image's chances are (inequality of means), and its inverse a
-p-value as well; Gaffke's is smaller. This conditions on the images' sizes. To cover a random draw of large and small images as
-well, the p-value is the larger of this one and the one with t_i = -D m_i at the same L.
+p-value as well; Gaffke's is smaller. This conditions on the images' sizes: it is a promise about this test set. The promise
+here is about *images drawn like these*, where the number of large ones is chance as well. Then the images' S_i - D m_i are
+independent with mean 0, at least -(1 + D) m for images of at most m questions, and the p-value is the larger of the one above
+and that with t_i = -D m_i and L = (1 + D) max m_i. It takes the largest image of the test set for the largest that is drawn: a
+kind of image that the test set happens to lack altogether is beyond any test.
 
 - **No correlation has to be estimated.** If questions of an image change together, the sums S_i are large. If none
   changed, the further image bounds unobserved losses: after k images without a change, the share of images that lose all
@@ -151,12 +154,14 @@ def gaffke_p(sums: NDArray[np.float64], sizes: NDArray[np.float64], counts: NDAr
     observed = max(float(counts @ sums) / n, limit)
     room = (1 + observed) * sizes  # what an image may lose beyond the observed mean
     level = water_level(room, counts, (observed - limit) * n)
-    allowed = [-limit * sizes]
+    # Images drawn like these: each may lose as many answers more as the largest has.
+    allowed = [(-limit * sizes, (1 + limit) * sizes.max())]
     if sizes.min() < sizes.max():
-        allowed.append(np.maximum(room - level, 0) - observed * sizes)
+        # Images of just these sizes: losses go to the largest.
+        allowed.append((np.maximum(room - level, 0) - observed * sizes, level))
     # Gamma(k) is the sum of k exponentials, so `counts` images of one kind are one variable, and counts need not be whole.
     shapes = np.append(counts, 1.0)
-    return max(below_zero(np.append(sums + t, -level), shapes) for t in allowed)
+    return max(below_zero(np.append(sums + t, -further), shapes) for t, further in allowed)
 
 
 def water_level(heights: NDArray[np.float64], counts: NDArray[np.float64] | NDArray[np.int64], volume: float) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlmcompress.engines.vllm import cache_pool
 from vlmcompress.evaluation.capacity.capacity import Capacity, FormatRow
 from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
 from vlmcompress.quantization.plan import kv_cache
@@ -100,14 +102,26 @@ def recommendation(capacity: Capacity, row: FormatRow) -> str:
     schemes = request.target.schemes if request.target else {}
     names = (weights.name, *weights.others)
     why = "the smallest that fits"
-    if request.target and schemes.get(None) in names:
-        why = f"what {request.target.title} serves best"
+    if request.target and weights.key in capacity.speeds:
+        speed = capacity.speeds[weights.key]
+        why = f"the fastest measured on {request.target.title} that fits: {speed:g} times the requests a second of bf16"
+    elif request.target and schemes.get(None) in names:
+        why = f"the default of {request.target.title}, by its kernels"
     elif request.target and schemes.get("memory") in names:
-        why = f"what {request.target.title} serves best where memory is short"
+        why = f"the default of {request.target.title} where memory is short"
     if base is row or not base.fits:
         return f"{why}{'' if base is row else '; bf16 does not fit'}{regrouped}"
     gain = row.served[capacity.served].requests / base.served[capacity.served].requests
-    return f"{why}; {gain:.2f} times the requests of bf16{regrouped}"
+    return f"{why}; {gain:.2f} times as many at once as bf16{regrouped}"
+
+
+def serve_command(capacity: Capacity, row: FormatRow, served: str, flags: Sequence[Flag]) -> str:
+    """The command that serves the format in the folder `served`; on a CPU with the space of the cache, in GiB."""
+    variable = ""
+    if (target := capacity.request.target) and target.is_cpu:
+        needed = capacity.defaults.sequences * capacity.loads[capacity.served].bytes + capacity.pool.block_bytes
+        variable = f"VLLM_CPU_KVCACHE_SPACE={max(1, min(row.space or 0, needed + cache_pool.GIB) // cache_pool.GIB)} "
+    return f"{variable}vllm serve {served} {' '.join(map(str, flags))}"
 
 
 def model_name(capacity: Capacity) -> str:

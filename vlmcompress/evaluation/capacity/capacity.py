@@ -11,6 +11,7 @@ bytes, slightly less than devices report.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,9 +135,20 @@ class Capacity:
         return list(self.loads)[-1]
 
     @property
+    def speeds(self) -> Mapping[str, float]:
+        """Format -> its measured speed on the target as a multiple of BF16's; empty without a measurement."""
+        return self.request.target.speeds if self.request.target else {}
+
+    @property
     def best(self) -> FormatRow | None:
-        """The recommended format: the target's default, else its choice for memory, else the smallest that fits; None: none."""
+        """The recommended format of those that fit; None: none does.
+
+        It is the fastest of the formats whose speed was measured on the target; without a measurement the target's default,
+        else its choice for memory, else the smallest.
+        """
         fitting = [row for row in self.rows if row.fits]
+        if measured := [row for row in fitting if row.weights.key in self.speeds]:
+            return max(measured, key=lambda row: self.speeds[row.weights.key])
         schemes = self.request.target.schemes if self.request.target else {}
         for goal in (None, "memory"):
             for row in fitting:
@@ -163,7 +175,12 @@ def plan_capacity(
         request = replace(request, reduce=carried.reducer)
         notes.append(f"the checkpoint carries {carried.reducer.label}")
     counted, left = _count(model, request, notes)
-    memory = request.memory or (request.target.memory * 1e9 if request.target and request.target.memory else None)
+    memory: float | None = request.memory
+    if memory is None and request.target and request.target.memory:
+        memory = request.target.memory * 1e9
+    elif memory is None and request.target and request.target.is_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        notes.append(f"{size(memory)} is the memory of this machine; give another's with --memory")
     defaults = cache_pool.defaults(request.target, memory)
     cache_type = kv_cache.width(request.kv_cache)
     speculation = weight_bytes.speculation_of(model, *request.speculative) if request.speculative else None
@@ -247,7 +264,9 @@ def _encoder_bytes(
         largest = math.ceil(largest * left / counted.tokens)
     # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger. Of
     # each it holds all levels (`models/qwen3_vl.py`, `models/granite4_vision.py`: `embed_multimodal`).
-    levels = model.pictures.levels(model.config) if model.pictures and model.pictures.levels else 1
+    levels = 1
+    if model.pictures and model.pictures.levels:
+        levels = model.pictures.levels(model.meta_model.config.to_dict())
     return max(defaults.batched, largest) * model.decoder.hidden * model.decoder.itemsize * levels
 
 
@@ -257,8 +276,8 @@ def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) 
     experts = tuple(width * max(decoder.active, 1) for width in decoder.intermediates[1:])
     intermediate = max(decoder.intermediates[:1] + experts, default=0)
     decoder_activations = 2 * defaults.batched * (6 * decoder.hidden + 3 * intermediate // tp)
-    vision = model.config.get("vision_config") or {}
-    tower_widths = 6 * int(vision.get("hidden_size") or 0) + 3 * int(vision.get("intermediate_size") or 0)
+    vision = getattr(model.meta_model.config, "vision_config", None)
+    tower_widths = 6 * getattr(vision, "hidden_size", 0) + 3 * getattr(vision, "intermediate_size", 0)
     tower_activations = 2 * max(counted.patches, default=0) * tower_widths
     text: Any = model.meta_model.config.get_text_config()
     # Float32 logits of a step's sequences, and their probabilities.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _NARROW, _BROAD = "ijlftrI.,:;|!'()[] ", "mwMW%@\N{RIGHTWARDS ARROW}"
 _WINNER, _FRONT, _OTHER = "#d55e00", "#0072b2", "#8a8a8a"  # Okabe and Ito's colours, without a style sheet
-_LINES = ("#1f6fb4", "#d1602b", "#3c8c4e")
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
@@ -127,7 +126,6 @@ PAGE = Frame("broad", 920, 480, 13)
 HALF = Frame("half", 430, 340, 13)
 PHONE = Frame("narrow", 300, 400, 12)
 PANEL = Frame("panel", 320, 214, 13)
-FILE = Frame("file", 780, 360, 12, 150)
 
 
 @dataclass(frozen=True)
@@ -510,33 +508,3 @@ def front(
 
 def _signed(value: float) -> str:
     return typeset("+" * (value > 0) + words.brief(value))
-
-
-def requests(
-    title: str, sizes: Sequence[str], pixels: Sequence[int], lines: Mapping[str, Sequence[float | None]]
-) -> Markup:
-    """Concurrent requests of a machine against the image size, one line per load, on logarithmic axes.
-
-    Args:
-        sizes: names of the image sizes, `448x448`; `pixels`: their pixels, above zero.
-        lines: load -> concurrent requests for each size; None: none fits.
-    """
-    counts = [value for values in lines.values() for value in values if value]
-    if not counts:
-        return Markup("")
-    names = dict(zip(pixels, sizes, strict=True))
-    across = replace(logarithmic(min(pixels), max(pixels)), ticks=list(names), text=lambda size: names[int(size)])
-    plot, marks, dots = Plot(across, replace(logarithmic(0.7 * min(counts), max(counts)), text=figures), FILE), [], []
-    for (name, values), colour in zip(lines.items(), _LINES, strict=False):
-        points = [(size, value) for size, value in zip(pixels, values, strict=True) if value]
-        marks.append(plot.line(points, "load", stroke=colour, stroke_width=2))
-        last = len(points) - 1
-        dots += [
-            Dot(name * (i == last), *point, tooltip=figures(point[1]), colour=colour) for i, point in enumerate(points)
-        ]
-    texts = (
-        ", ".join(f"{s} {figures(v) if v else 'none'}" for s, v in zip(sizes, lines[name], strict=True))
-        for name in lines
-    )
-    label = f"{title}. " + "; ".join(f"{name}: {text}" for name, text in zip(lines, texts, strict=True))
-    return plot.picture(label, *plot.grid("image", title), *marks, *plot.dots(dots))

@@ -17,11 +17,11 @@ from vlmcompress.evaluation.accuracy.compare import LEVEL
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, evaluate_candidate
 from vlmcompress.evaluation.search.trial_log import SOURCES
-from vlmcompress.models.data.samples import SUFFIXES
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import dump, save_files
 from vlmcompress.utils.identity import model_hash, sha256
+from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.progress import Progress
 
 PROMPTS = (

@@ -3,7 +3,7 @@
 `run` names the test or script that loaded such files; `read` names the engine's source file, and nothing was run. Formats are
 those of `vlmcompress.export.formats` by name; `Numbers` describe single schemes in a cell.
 
-transformers and GPTQModel were run by `scripts/measure/other_readers.py` (versions in eval/readers.json): transformers 5.13 and
+transformers and GPTQModel were run once (versions in eval/readers.json): transformers 5.13 and
 5.14 load no checkpoint of compressed-tensors with packed weights, 5.23 and 5.24 give zero points a wrong shape
 (`mismatched sizes`), and every version initializes an embedding by a `weight`, which a packed one does not have
 (`PreTrainedModel._init_weights`). GPTQModel looks for transformers' memory names of tensors, which the files of some families
@@ -112,7 +112,7 @@ class EngineFormats:
 _EVERY = "every scheme"
 _16_BITS = "16 bits"
 _MEASURED = "run: scripts/measure/format_table.py"
-_LOADED = "run: scripts/measure/other_readers.py"
+_LOADED = "run: eval/readers.json"
 _TENSORS = ("compressed-tensors", "accelerate")
 _NO_ZERO_POINTS = "4 and 8 bits without zero points"
 _SYMMETRIC = Numbers("int", (4, 8), symmetric=True)

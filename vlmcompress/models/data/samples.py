@@ -11,18 +11,16 @@ if there are as many marks; otherwise they come first.
 
 Files are not trusted. The model gets what a viewer would show: EXIF rotation is applied, transparency is composited on white;
 palettes, CMYK, grayscale and 16 bits per channel are converted (Pillow would clip 16-bit gray to white instead of scaling it).
-Of an animation the first frame is used. The size in the header is checked before any pixel is decoded, so decompression bombs
-do no harm. An image that cannot be decoded raises a `BadSample` that names it: leaving it out would change the data.
+Of an animation the first frame is used. Only the formats of `utils.images` are opened. An image that cannot be decoded raises a
+`BadSample` that names it: leaving it out would change the data.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import io
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -34,20 +32,15 @@ from PIL import Image, ImageOps
 from vlmcompress.models.data.video import Video
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import BadSample
-from vlmcompress.utils.hub import IMAGES
+from vlmcompress.utils.images import FORMATS, open_raster
 from vlmcompress.utils.messages import error_text
 
 MARK = "<image>"
 ROLES = ("system", "developer", "user", "assistant")
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # others as in ROLES
 Part = dict[str, Any]  # {"type": "text", "text": ...}, {"type": "image"} or "video", with a "source" while reading
-MAX_PIXELS = 178_956_970  # Pillow's default limit
-MAX_BYTES = 1 << 30
-"""Most bytes of an image file: the size of the largest image's pixels with 16 bits per channel."""
-SUFFIXES = frozenset(IMAGES)
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"\x1aE\xdf\xa3")
 """First bytes of image and video files; MP4 and related formats have `ftyp` at offset 4."""
-_PILLOW_LIMIT = threading.Lock()
 
 
 class LazyImages(Sequence[Image.Image]):
@@ -99,15 +92,9 @@ class LazyImages(Sequence[Image.Image]):
         return f"{self._origin}{number}"
 
 
-def open_image(source: bytes | Path, origin: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode one image to RGB.
-
-    Args:
-        source: encoded bytes, or the path of a file.
-        origin: its name in error messages.
-        max_pixels: refuse an image with more pixels according to its header.
-    """
-    return _decoded(*_content(source, origin), max_pixels)
+def open_image(source: bytes | Path, origin: str) -> Image.Image:
+    """Decode one image, given as encoded bytes or a path, to RGB. `origin`: its name in error messages."""
+    return _decoded(*_content(source, origin))
 
 
 def _content(source: bytes | Path, origin: str) -> tuple[str, bytes]:
@@ -119,26 +106,21 @@ def _content(source: bytes | Path, origin: str) -> tuple[str, bytes]:
     return what, data
 
 
-def _opened(what: str, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def _opened(what: str, data: bytes) -> Image.Image:
     """Open an image without decoding pixels."""
     try:
-        with _no_pillow_limit():
-            image = Image.open(io.BytesIO(data))
+        return open_raster(io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise BadSample(f"{what} is too large ({error_text(error)}); shrink it or drop the row") from error
     except Exception as error:  # decoders raise anything on damaged data
-        raise BadSample(f"{what} is not an image that Pillow can read; convert it to PNG or drop the row") from error
-    width, height = image.size
-    if width * height > max_pixels:
-        raise BadSample(
-            f"{what} has {width}x{height} = {width * height / 1e6:.0f} Mpx, more than the {max_pixels / 1e6:.0f} Mpx "
-            "allowed; shrink it or drop the row"
-        )
-    return image
+        kinds = ", ".join(FORMATS)
+        raise BadSample(f"{what} is not an image in one of {kinds}; convert it to PNG or drop the row") from error
 
 
-def _decoded(what: str, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    image = _opened(what, data, max_pixels)
+def _decoded(what: str, data: bytes) -> Image.Image:
+    image = _opened(what, data)
     try:
-        with image, _no_pillow_limit():
+        with image:
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:
@@ -191,22 +173,11 @@ def _data_uri(uri: str, origin: str, kind: str) -> bytes:
 
 def _read(path: Path, what: str) -> bytes:
     try:
-        return json_files.read_bytes(path, MAX_BYTES)
+        return json_files.read_bytes(path)
     except json_files.Unreadable as error:
         raise BadSample(f"{what} cannot be read: {error}; give an image file") from error
     except OSError as error:
         raise BadSample(f"{what} cannot be read ({error.strerror}); check the path and its permissions") from error
-
-
-@contextlib.contextmanager
-def _no_pillow_limit() -> Iterator[None]:
-    """Lift Pillow's process-wide pixel limit, as each call checks its own `max_pixels`."""
-    with _PILLOW_LIMIT:
-        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-        try:
-            yield
-        finally:
-            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.models.data import layouts
-from vlmcompress.models.data.samples import SUFFIXES, LazyImages, Sample, to_sample
+from vlmcompress.models.data.samples import LazyImages, Sample, to_sample
 from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.messages import error_text, note
 
 log = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from PIL import Image
 
 from vlmcompress.utils import identity
 from vlmcompress.utils.errors import BadSample, UserError
+from vlmcompress.utils.images import open_raster
 from vlmcompress.utils.messages import error_text
 
 RATE, FRAMES = 2.0, 32
@@ -113,7 +114,7 @@ class Video:
         """The frames of a list, or of a file of frames, `[frames, height, width, 3]`."""
         source: Any = self.source
         if isinstance(source, Path):
-            source = [Image.open(io.BytesIO(base64.b64decode(frame))) for frame in source.read_text().split(",")]
+            source = [open_raster(io.BytesIO(base64.b64decode(frame))) for frame in source.read_text().split(",")]
         images = [np.asarray(image) for image in source]
         if len({image.shape for image in images}) != 1:
             raise BadSample(f"{self.name} has {len(images)} frames, not of one size; give images of one size")

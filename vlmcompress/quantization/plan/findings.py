@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress import models
+from vlmcompress.engines.vllm.served_model import Attention, describe
 from vlmcompress.export import adapter, readers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.numerics import label
@@ -141,12 +142,12 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
         return []
     if target.is_cpu and plan.source.spec.vllm_cpu:
         return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
-    text = plan.source.config.get("text_config") or plan.source.config
-    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-    head = text.get("head_dim") or (hidden // heads if heads and hidden else None)
-    if target.head_sizes and head and head not in target.head_sizes:
+    blocks = describe(plan.source.meta_model).blocks
+    heads = {block.head_dim for block in blocks if isinstance(block, Attention)}
+    if target.head_sizes and (refused := heads - target.head_sizes):
         sizes = ", ".join(map(str, sorted(target.head_sizes)))
-        return [Finding("vllm: family", False, f"{target.title} has no attention for heads of {head}, only {sizes}")]
+        text = f"{target.title} has no attention for heads of {max(refused)}, only {sizes}"
+        return [Finding("vllm: family", False, text)]
     return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
 
 

@@ -115,7 +115,7 @@ def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
     if spec is None or not patches:
         return 0
     layers = models.tower_blocks(model.meta_model, spec)
-    vision: Any = model.config.get("vision_config") or {}
+    vision = getattr(model.meta_model.config, "vision_config", None)
     inside = {id(module) for block in layers for module in block.modules()}
     named = dict(model.meta_model.named_modules())
     projectors = [named[name] for name in spec.projector if name in named]
@@ -127,10 +127,10 @@ def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
                 total += sum(patches) * module.weight.numel()
     total += tokens * sum(_linear(root) for root in projectors)
     # Qwen2.5-VL: blocks whose number is not in `fullatt_block_indexes` attend within windows of `window_size` pixels.
-    window = vision.get("window_size")
-    wide = vision.get("fullatt_block_indexes") or []
+    wide = getattr(vision, "fullatt_block_indexes", None)
+    window = None if wide is None else (vision.window_size // models.side_length(vision.patch_size)) ** 2
     for index, block in enumerate(layers):
-        side = (window // vision["patch_size"]) ** 2 if window and index not in wide else None
+        side = None if wide is None or index in wide else window
         hidden = next(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
         total += sum(patches) * _linear(block)
         total += sum(2 * hidden * n * min(n, side or n) for n in patches)
