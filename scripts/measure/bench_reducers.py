@@ -107,8 +107,8 @@ def _later(setting: Setting) -> bool:
     """Whether a setting comes later: further seeds, and variants at other than the first two shares."""
     if setting.chosen is None or setting.chosen.method in OWN_COUNT:
         return False
-    variant = setting.group != setting.chosen.method and setting.chosen.options.keep not in SHARES[:2]
-    return variant or getattr(setting.chosen.options, "seed", 0) > 1
+    variant = setting.group != setting.chosen.method and setting.chosen.reducer.keep not in SHARES[:2]
+    return variant or getattr(setting.chosen.reducer, "seed", 0) > 1
 
 
 def _group(method: str, options: dict[str, Any]) -> str:
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> None:
                 askers[model] = Asker(vlm, questions)
             if setting.chosen and family_refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
-            if setting.group == "vscan" and setting.chosen.options.shallow != VSCAN.get(model, 1):
+            if setting.group == "vscan" and setting.chosen.reducer.shallow != VSCAN.get(model, 1):
                 continue
             if setting.group.startswith("learned") and not args.scorers:
                 continue
@@ -167,7 +167,7 @@ def _included(setting: Setting, args: argparse.Namespace) -> bool:
     """Whether `--groups` and `--shares` leave a setting in; the model without a reducer always is."""
     if setting.key == "full":
         return True
-    keep = setting.chosen.options.keep if setting.chosen else None
+    keep = setting.chosen.reducer.keep if setting.chosen else None
     grouped = not args.groups or setting.group in (*args.groups, "random")
     return grouped and (not args.shares or keep is None or any(abs(keep - share) < 1e-3 for share in args.shares))
 
@@ -176,11 +176,11 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
     rows that the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
-    if chosen and chosen.options.scorer is not None:
+    if chosen and chosen.reducer.scorer is not None:
         scorer = str(args.scorers / f"{model}.safetensors")
-        chosen = ReducerChoice(chosen.method, replace(chosen.options, scorer=scorer))  # type: ignore[call-arg]
+        chosen = ReducerChoice(chosen.method, replace(chosen.reducer, scorer=scorer))  # type: ignore[call-arg]
         chosen = scorer_file.load_scorer(asker.vlm.model.config, chosen)
-    if chosen and chosen.options.needs_thresholds:
+    if chosen and chosen.reducer.needs_thresholds:
         learning = load_samples(bundled_data(MODELS[model], "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn_thresholds(asker.vlm, encode(learning, asker.vlm), chosen)
     answers = asker.ask(chosen)
@@ -188,8 +188,8 @@ def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespac
     held = int(answers.held.sum()) / layers
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
     if chosen:
-        row |= {"method": chosen.method, "options": chosen.options.settings(), "stage": chosen.module.STAGE}
-        row["seed"] = getattr(chosen.options, "seed", 0)
+        row |= {"method": chosen.method, "options": chosen.reducer.settings(), "stage": chosen.reducer.STAGE}
+        row["seed"] = getattr(chosen.reducer, "seed", 0)
     row |= {"before": before, "after": after, "cached": held / before}
     return row | {"exact": "".join(map(str, answers.exact.int().tolist()))}
 

@@ -120,10 +120,10 @@ class Asker:
         before, after, held = self.visual(), *torch.zeros(2, len(questions), dtype=torch.int64)
         layers = self.vlm.model.config.get_text_config().num_hidden_layers
         # A method that drops tokens from step to step needs an answer's tokens one by one.
-        stepwise = chosen is not None and chosen.module.STAGE == "llm" and chosen.module.COUNT == "adaptive"
+        stepwise = chosen is not None and chosen.reducer.STAGE == "llm" and chosen.reducer.COUNT == "adaptive"
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
-            if chosen is None or encoder_untouched(chosen.module):
+            if chosen is None or encoder_untouched(chosen.reducer):
                 stack.enter_context(self._remembered())
             for batch in self.questions.batches(stepwise):
                 index = torch.tensor(batch)

@@ -57,7 +57,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("fastv:0.5", {}, "choose from"),
         ("dart-llm:0.5", {}, "choose from cdpruner"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
-        ("tome:0.01", {}, "out of reach"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -108,7 +107,6 @@ def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse_reducer("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
         assert engine_refusal(f"{counted}ForConditionalGeneration", merging) is None
-        assert engine_refusal(f"{counted}ForConditionalGeneration", parse_reducer("tome:0.5")) is None
     assert "counts that depend on the image" in (engine_refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
@@ -213,7 +211,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "or the method ngram"),
-        ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
+        ({"encoder": "data", "reducer": "dymu:thresholds=[0.9]"}, "within the encoder; leave it out"),
     ],
 )
 def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):

@@ -242,12 +242,12 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     merge within the encoder frames are images, so that it is `attach` after all.
     """
     chosen = parse_reducer(reducer)
-    if hasattr(chosen.module, "merge"):
+    if chosen.reducer.MERGES:
         return reference(vlm, reducer, [request], tokens)[0]
     inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **filmed(request["videos"][0]))
     ids = inputs.pop("input_ids")
     placeholder, grid, features = film_features(vlm, inputs)
-    result = reduce(chosen.module, Signals(grid, features=features), chosen.options)
+    result = reduce(chosen.reducer, Signals(grid, features=features))
     positions, kinds = torch.arange(ids.shape[1])[None], inputs.pop("mm_token_type_ids", None)
     if vlm.spec.visual_grid == "thw":
         of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}

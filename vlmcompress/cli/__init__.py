@@ -53,6 +53,7 @@ _EXTRAS = {
 # Earlier verb -> what to type now.
 RETIRED = {
     "convert": "vlmcompress export MODEL -o NEW",
+    "thresholds": "vlmcompress learn-reducer MODEL -o FILE.json",
 }
 
 

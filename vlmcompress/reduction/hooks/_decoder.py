@@ -24,7 +24,7 @@ from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
-from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.methods import Reduction, Signals, pevlm
 from vlmcompress.utils.errors import UserError
 
 
@@ -37,18 +37,22 @@ class Inside(Attachment[Slots]):
     def _hook(self) -> None:
         self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # of this call, until block K
         self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
-        self._now: tuple[Slots, Any] | None = None  # this call's remaining tokens and the mask from block K on; None: all
+        self._now: tuple[Slots, Any] | None = (
+            None  # this call's remaining tokens and the mask from block K on; None: all
+        )
         blocks: Any = self.text.get_submodule("layers")
+        assert self.reducer.layer is not None
+        self._layer = self.reducer.layer  # K
         # FastV's layer K - 1, whose attention decides what block K gets.
-        self._undo.append(tap(blocks[self.options.layer - 1].self_attn, self._listen))
-        self._before(blocks[self.options.layer], self._drop)
-        for block in blocks[self.options.layer :]:
+        self._undo.append(tap(blocks[self._layer - 1].self_attn, self._listen))
+        self._before(blocks[self._layer], self._drop)
+        for block in blocks[self._layer :]:
             self._before(block, self._shorten)
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
         """Block K with the units of the latest call with images."""
-        return [(self.options.layer, self.reduced_units)]
+        return [(self._layer, self.reduced_units)]
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
@@ -113,7 +117,7 @@ class Inside(Attachment[Slots]):
             inputs_embeds=hidden,
             attention_mask=layout.mask(mask),
             past_key_values=kwargs.get("past_key_values"),
-            layer_idx=self.options.layer,
+            layer_idx=self._layer,
         )
         self._now = new, causal
         return (hidden, *args[1:]), kwargs
@@ -133,7 +137,7 @@ class Inside(Attachment[Slots]):
         key, tokens = self._states[1], hidden.shape[1]
         saliency = self._attention(self._states, mask, before)[:, before:]
         keys = join_heads(key)[:, before:]
-        needs = self.module.NEEDS
+        needs = self.reducer.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
         words = self._words(mask[:, before:]) if "query" in needs else None
         signals = []
@@ -177,7 +181,7 @@ class Generating(Inside):
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Return the arguments unchanged, and store what is needed after the call."""
         cache: Any = kwargs.get("past_key_values")
-        if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
+        if past is not None and cache.layers[self._layer].keys is not self._keys.get(cache):
             raise UserError(
                 "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
             )
@@ -211,7 +215,7 @@ class Generating(Inside):
             self._cut(cache, layout.slots_of(fewer), layout.width)
             layout = fewer
         self._left[cache], self._caches[cache] = left, layout
-        self._keys[cache] = cache.layers[self.options.layer].keys
+        self._keys[cache] = cache.layers[self._layer].keys
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
@@ -221,11 +225,11 @@ class Generating(Inside):
         """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
         done = unit.reduction
         signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
-        return replace(unit, reduction=done.then(methods.reduce(self.module, signals, self.options)))
+        return replace(unit, reduction=done.then(methods.reduce(self.reducer, signals)))
 
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
         """Cut the caches of block K and those after it from `width` slots to `slots [b, m]`."""
-        layers: Any = cache.layers[self.options.layer :]
+        layers: Any = cache.layers[self._layer :]
         is_dynamic = all(isinstance(layer, DynamicLayer) for layer in layers)
         if not is_dynamic or any(layer.keys.shape[2] != width for layer in layers):
             raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
@@ -271,12 +275,12 @@ class Blocks(Attachment[Slots]):
         visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
         plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         for row_mask, parts in zip(visible, rows_parts, strict=True):
-            row_mask[:, before:] &= plain if parts is None else self.module.mask(parts).to(mask.device)
+            row_mask[:, before:] &= plain if parts is None else pevlm.mask(parts).to(mask.device)
         visible[:, :, before:] |= torch.eye(tokens, dtype=torch.bool, device=mask.device)  # padding sees itself
         return kwargs | {"attention_mask": visible[:, None]}
 
     def _parts(self, units: list[Unit], row: int, tokens: int) -> list[int] | None:
         """Lengths of the sink, the blocks and the question of a row of `tokens`; None if there is at most one block."""
         images = sorted({unit.span for unit in units if unit.row == row})
-        parts = self.module.parts(images, tokens, self.options) if images else []
+        parts = self.reducer.attention_parts(images, tokens) if images else []
         return parts if len(parts) > 3 else None

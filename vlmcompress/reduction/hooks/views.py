@@ -77,7 +77,7 @@ def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tenso
     features = [rows(name).mean(0) if name else query.new_zeros(query.shape[1]) for name in words.names]
     scores = matches([tokenizer.decode(name) for name in words.names], tokenizer.decode(words.question))
     signals = Signals((len(features), 1, 1), features=torch.stack(features), query=query, saliency=scores)
-    return (methods.reduce(chosen.module, signals, chosen.options).target >= 0).tolist()
+    return (methods.reduce(chosen.reducer, signals).target >= 0).tolist()
 
 
 def stand_in(tokenizer: Any) -> int:
@@ -88,7 +88,7 @@ def stand_in(tokenizer: Any) -> int:
 
 def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
     """Number of remaining tokens of `images` images of one size, which have `full` tokens in total."""
-    stay: int = chosen.options.budget((images, 1, 1))
+    stay: int = chosen.reducer.budget((images, 1, 1))
     return full * stay // images + images - stay
 
 

@@ -105,8 +105,6 @@ def cover(columns: Tensor, best: Tensor, taken: Tensor, count: int) -> Tensor:
         steps = min(steps, count - start)
         with torch.cuda.device_of(columns):
             _bounds[(n, images)](columns, best, bound, n, m, M=high, num_warps=warps)
-            _cover[(images,)](
-                columns, best, bound, chosen, n, m, count, start, steps, N=wide, M=high, num_warps=warps
-            )
+            _cover[(images,)](columns, best, bound, chosen, n, m, count, start, steps, N=wide, M=high, num_warps=warps)
         start, steps = start + steps, min(2 * steps, _PERIOD)
     return chosen

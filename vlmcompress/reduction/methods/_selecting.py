@@ -13,16 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
 
 
 @dataclass(frozen=True)
-class SelectingOptions(ReducerOptions):
-    """Options of a method that chooses tokens.
+class SelectingReducer(Reducer):
+    """A method that chooses tokens.
 
     keep:    share of the tokens.
     merge: `none`: other tokens are dropped, as in the methods' papers. `nearest`: each is averaged into the chosen token with
@@ -42,22 +43,21 @@ class SelectingOptions(ReducerOptions):
         if not number or not -1 <= self.similar <= 1:
             raise ValueError(f"similar must be a cosine, from -1 to 1, got {self.similar!r}")
 
-
-def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Reduction:
-    """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""
-    kept = Reduction.keep(index, signals.n)
-    if options.merge == "none" or len(kept.anchor) == signals.n:
-        return kept
-    if signals.features is None:
-        raise ValueError("merge=nearest needs signals that are missing: features")
-    rows = unit(signals.features)
-    # [n, m] cosines of all tokens to the kept ones.
-    likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
-    # By rounding a cosine may be below -1, the least `similar`, which drops none.
-    parent = torch.where(likeness.clamp(min=-1) >= options.similar, kept.anchor[nearest], -1)
-    # By rounding, a kept token could be nearer to a duplicate than to itself.
-    parent[kept.anchor] = kept.anchor
-    return Reduction.join(parent, count=len(index))
+    def selected(self, index: Tensor, signals: Signals) -> Reduction:
+        """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""
+        kept = Reduction.keep(index, signals.n)
+        if self.merge == "none" or len(kept.anchor) == signals.n:
+            return kept
+        if signals.features is None:
+            raise ValueError("merge=nearest needs signals that are missing: features")
+        rows = unit(signals.features)
+        # [n, m] cosines of all tokens to the kept ones.
+        likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
+        # By rounding a cosine may be below -1, the least `similar`, which drops none.
+        parent = torch.where(likeness.clamp(min=-1) >= self.similar, kept.anchor[nearest], -1)
+        # By rounding, a kept token could be nearer to a duplicate than to itself.
+        parent[kept.anchor] = kept.anchor
+        return Reduction.join(parent, count=len(index))
 
 
 class _AllImages(torch.autograd.Function):
@@ -65,14 +65,17 @@ class _AllImages(torch.autograd.Function):
     being vectorized step by step: thousands of steps would cost the host more time than the GPU."""
 
     @staticmethod
+    @override
     def forward(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return choose(*(x[None] for x in tensors))[0]
 
     @staticmethod
+    @override
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Keep nothing: indices have no gradient."""
 
     @staticmethod
+    @override
     def vmap(info: Any, dims: Any, choose: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
         return choose(
             *(

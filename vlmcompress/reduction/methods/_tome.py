@@ -18,27 +18,6 @@ from torch import Tensor
 from vlmcompress.reduction.methods._base import Reduction, Signals, unit
 
 
-def schedule(n: int, count: int, layers: int) -> list[int]:
-    """Number of pairs that each of `layers` merges so that `n` tokens become `count`.
-
-    Raises ValueError where `n` is less than `count`, or where halving in each layer is not enough.
-    """
-    if count > n:
-        raise ValueError(f"{n} tokens cannot be merged into {count}, which is more")
-    if n > count << layers:
-        raise ValueError(
-            f"{n} tokens cannot be merged into {count} in {layers} layers, each of which merges at most half"
-        )
-    result = []
-    for left in range(layers, 0, -1):
-        # An even share of the rest, rounded up, so that the first layers merge the remainder.
-        even = -(-(n - count) // left)
-        # And at least as many as later layers, which can at most halve the tokens, need.
-        result.append(max(even, n - (count << (left - 1))))
-        n -= result[-1]
-    return result
-
-
 def match(keys: Tensor, heads: int, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Match each even row of `keys [n, dk]` to the most similar odd one: cosines `[a]`, and row numbers `[a]`.
 

@@ -21,27 +21,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Reduction, Signals, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
 DIAGONAL = 1e-3
 """Added to the kernel's diagonal, whose entries are 1."""
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class CDPruner(SelectingReducer):
     """`keep`: share of the tokens."""
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the set of tokens of large determinant."""
-    assert signals.features is not None
-    return selected(select(signals.features, options.budget(signals.grid)), signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the set of tokens of large determinant."""
+        assert signals.features is not None
+        return self.selected(select(signals.features, self.budget(signals.grid)), signals)
 
 
 def select(features: Tensor, count: int) -> Tensor:
@@ -65,3 +65,6 @@ def select(features: Tensor, count: int) -> Tensor:
         # multiplies the determinant.
         left = torch.maximum(left.scatter(0, token, -torch.inf) - row.square(), lowest)
     return chosen[:, 0]
+
+
+REDUCER = CDPruner()
