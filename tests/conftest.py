@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.kit import forks, quicker
-from tests.kit.imports import imported
+from tests.kit.imports import imported, reaches
 from tests.kit.places import ROOT
 
 gc.disable()  # until all tests are imported (`pytest_collection_finish`)
@@ -51,14 +51,6 @@ SHARED = ("tests.kit.engine", "tests.kit.cluster")
 # that does nothing ignores it as well, but a process that is started gets the default action.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
-
-WAYS = {
-    *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
-    *("vlmcompress.models", "vlmcompress.evaluation.doctor", "vlmcompress.training", "vlmcompress.quantization.plan"),
-    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "blocks", "calibrate", "inputs", "run", "write")),
-    *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.cli"),
-    "eval.demo",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -132,17 +124,3 @@ def shared(file: Path) -> int:
 def has_engine(file: Path) -> bool:
     """Whether a module has a test that is marked `engine`."""
     return "mark.engine" in file.read_text()
-
-
-@cache
-def reaches(file: Path) -> bool:
-    """Whether a module imports one of `WAYS`, itself or through `tests.kit`."""
-    for name in imported(file):
-        parts = name.split(".")
-        if WAYS & {".".join(parts[:end]) for end in range(1, len(parts) + 1)}:
-            return True
-        inside = ROOT.joinpath(*parts)
-        sources = [inside.with_suffix(".py"), inside / "__init__.py"] if parts[0] == "tests" else []
-        if any(source.exists() and reaches(source) for source in sources):
-            return True
-    return False

@@ -1,8 +1,8 @@
 """What is computed piece by piece equals what is computed at once, for sizes around those at which pieces are full.
 
 Pieces are made small where the code reads their size at call time. Elsewhere in `tests/`: what runs samples in batches
-(`calibration/test_batching.py`), divides requests (`engines/test_data_parallel.py`) or images (`hf_hooks/test_thresholds.py`),
-or asks for the first bytes of a file on the Hub (`tests/utils/test_hub.py`).
+(`quantization/calibration/test_block_inputs.py`), divides requests (`engines/test_data_parallel.py`) or images
+(`reduction/hooks/test_thresholds.py`).
 """
 
 from __future__ import annotations

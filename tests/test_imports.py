@@ -12,6 +12,7 @@ import sys
 import grimp
 import pytest
 
+from tests.kit.imports import WAYS
 from tests.kit.places import ROOT
 
 PACKAGE = ROOT / "vlmcompress"
@@ -30,6 +31,10 @@ def imports(module: str) -> set[str]:
 
 def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def test_modules_that_make_a_test_no_quick_one_exist():
+    assert {name for name in WAYS if name.startswith("vlmcompress.")} <= {*MODULES}
 
 
 def test_the_root_holds_the_interface_alone():

@@ -26,6 +26,7 @@ from vlmcompress.engines.hf import ENGINE as TRANSFORMERS
 from vlmcompress.engines.local import Local
 from vlmcompress.engines.vllm import speculation
 from vlmcompress.evaluation.accuracy import accuracy
+from vlmcompress.evaluation.accuracy.thoughts import read_marks
 from vlmcompress.evaluation.results import Results
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Reading
@@ -105,6 +106,8 @@ def evaluate(
     limit: int | None = None,
     seed: int = 0,
     score: str = "auto",
+    max_tokens: int | None = None,
+    thoughts: str | None = None,
     margins: Mapping[str, float] | None = None,
     journal: str | Path | None = None,
     restart: bool = False,
@@ -127,6 +130,8 @@ def evaluate(
         limit: maximum number of questions per suite.
         seed: seed of the choice of questions, and of the engine.
         score: how answers to your own `data` are scored: `auto`, or see `vlmcompress eval --help`.
+        max_tokens: most tokens of an answer; None: what the suite says, and 4,096 more where the chat template has thoughts.
+        thoughts: further marks around thoughts, `OPEN,CLOSE`; those of common models are known.
         margins: allowed drop in accuracy, as a share, by suite; "" for all others.
         journal: file to which answers are appended as they arrive; an interrupted run resumes from it.
         restart: empty the journal and ask all questions again.
@@ -163,6 +168,8 @@ def evaluate(
         limit=limit,
         seed=seed,
         score=score,
+        max_tokens=max_tokens,
+        marks=read_marks(thoughts),
         margin=margins,
         journal=Path(journal) if journal else None,
         restart=restart,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import pty
 import re
 import resource
 import subprocess
@@ -101,9 +103,7 @@ SPELLINGS = {
     "quantize m": ["--kv-cache fp8 --kv-cache-dtype fp8", "--samples 9 --num-calibration-samples 9"],
     "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
     "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
-    "tokens m --image-size 8x8": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "eval o": ["--suite a --tasks a"],
-    "auto m -o o --images i": ["--max-time 1h --budget 1h"],
 }
 
 
@@ -180,11 +180,11 @@ def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
 def test_only_the_verb_that_is_asked_for_is_imported():
     code = (
         "import sys; from vlmcompress.cli import parse\n"
-        "parse(['tokens', 'm', '--image-size', '8x8'])\n"
+        "parse(['doctor', 'm'])\n"
         "print(*sorted(name.rpartition('.')[2] for name in sys.modules if name.startswith('vlmcompress.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["tokens"]
+    assert [name for name in done.stdout.split() if not name.startswith("_")] == ["doctor"]
 
 
 UNUSED = {"sklearn", "scipy", "pandas", "pyarrow", "datasets", "vllm", "llmcompressor", "lm_eval", "openai"}
@@ -211,10 +211,10 @@ IMPORTS = {
     "plan STRANGE": (2, LIBRARIES),
     "plan MODEL --reduce nope": (2, LIBRARIES),
     "plan MODEL --target nope": (2, LIBRARIES),
-    "tokens nowhere --image-size 56x56": (2, LIBRARIES),
-    "tokens STRANGE --image-size 56x56": (2, LIBRARIES),
-    "tokens MODEL --image-size nope": (2, LIBRARIES),
-    "tokens MODEL --image-size 56x56 --reduce nope": (2, LIBRARIES),
+    "check nowhere --image-size 56x56": (2, LIBRARIES),
+    "check STRANGE --image-size 56x56": (2, LIBRARIES),
+    "check MODEL --image-size nope": (2, LIBRARIES),
+    "check MODEL --image-size 56x56 --reduce nope": (2, LIBRARIES),
     "inspect nowhere --image a.png --reduce pool -o new.png": (2, LIBRARIES),
     "doctor nowhere": (2, LIBRARIES),
     "doctor OUT": (2, LIBRARIES),
@@ -232,7 +232,7 @@ IMPORTS = {
     # And this needs the model's classes.
     "check MODEL --scheme fp8": (0, UNUSED),
     "plan MODEL --target h100": (0, UNUSED),
-    "tokens MODEL --image-size 56x56": (0, UNUSED),
+    "check MODEL --image-size 56x56": (0, UNUSED),
     "quantize MODEL -o OUT/new --scheme fp8 --dry-run": (0, UNUSED),
     "doctor MODEL": (2, UNUSED),
 }
@@ -259,6 +259,22 @@ def test_what_calls_import(model, tmp_path):
     assert {call: (code, sorted(IMPORTS[call][1] & {*names})) for call, (code, names) in imports.items()} == {
         call: (code, []) for call, (code, _) in IMPORTS.items()
     }
+
+
+@pytest.mark.parametrize("call", ["list schemes", "check --help"])
+def test_a_terminal_of_eighty_columns(call):
+    """Rows of tables and help continue on the next line, under their last column."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "vlmcompress", *call.split()]
+    with subprocess.Popen(command, stdout=theirs, env=os.environ | {"COLUMNS": "80"}) as process:
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(ours, 65536):
+                printed += part
+    os.close(ours)
+    lines = printed.decode().splitlines()
+    assert process.returncode == 0 and len(lines) > 20 and max(map(len, lines)) <= 80
 
 
 def test_flags_of_every_verb_may_stand_before_it(capfd):

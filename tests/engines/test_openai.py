@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import socket
@@ -13,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from vlmcompress.engines import EngineSettings, Request, Run, get_engine, openai
@@ -152,7 +155,7 @@ REFUSALS = {
     "empty": ((200, ""), "gave no chat completion for sample 'q0' but: nothing"),
     "no-choices": ((200, '{"choices": []}'), """for sample 'q0' but: {"choices": []}"""),
     "null": ((200, "null"), "for sample 'q0' but: null"),
-    "no-content": ((200, '{"choices": [{"message": {"content": null}}]}'), "for sample 'q0' but: "),
+    "no-text": ((200, '{"choices": [{"message": {"content": 7}}]}'), "for sample 'q0' but: "),
     "long": ((200, "x" * 999), f"but: {'x' * 200}"),
     "refused": (
         (400, '{"error": {"message": "maximum context length is 8"}}'),
@@ -188,6 +191,37 @@ def test_one_refusal_does_not_end_the_run(server: Server, tmp_path: Path) -> Non
     server.reply = lambda _: (401, "who are you?")
     with pytest.raises(UserError, match="HTTP 401"):
         ask(server, tmp_path, count=5, refusals=5)
+
+
+def test_no_content_is_an_empty_answer(server: Server, tmp_path: Path) -> None:
+    """Of a refusal, a tool call, or a reasoning parser that took all tokens; the reason why it ended is kept."""
+    message = {"role": "assistant", "content": None, "reasoning_content": "Let me see"}
+    choice = {"message": message, "finish_reason": "length"}
+    server.reply = lambda body: (200, json.dumps(GOOD | {"choices": [choice]} if "what 1" in str(body) else GOOD))
+    answers = ask(server, tmp_path, count=3).answers
+    assert [(answer.text, answer.finish) for answer in (answers["q0"], answers["q1"])] == [
+        ("red", "stop"),
+        ("", "length"),
+    ]
+
+
+ADDRESS = st.text(st.sampled_from("http:/[]@1aé. \n%#?"), max_size=16)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:0", "http://h:x", "h:1"]
+)
+def test_wrong_addresses(address: str) -> None:
+    with pytest.raises(UserError, match="is not the address of a server; write openai:http://localhost:8000"):
+        get_engine(f"openai:{address}")
+
+
+@given(ADDRESS | ADDRESS.map(lambda text: f"http://{text}"))
+def test_any_address_is_taken_or_refused(address: str) -> None:
+    with contextlib.suppress(UserError):
+        import httpx
+
+        assert httpx.URL(get_engine(f"openai:{address}").url).host
 
 
 def test_silence_times_out(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

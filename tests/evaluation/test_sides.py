@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.kit import rtn
+from tests.kit.echo import Echo, write_rows
+from tests.kit.pictures import file_of, picture
 from tests.kit.tiny import build
 from vlmcompress.evaluation import sides
+from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate_all
 from vlmcompress.evaluation.doctor import files as doctor
+from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.results import Calibration
 from vlmcompress.export import manifest
 from vlmcompress.export import write as checkpoint
+from vlmcompress.models.data.provenance import provenance
+from vlmcompress.models.data.sources import load_samples
 from vlmcompress.utils.text import size, smaller
 
 
@@ -41,6 +48,29 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     )
     checkpoint.write(replace(parts, manifest=lambda: record, shard_size="200KB"), folder / "out")
     return source, folder / "out"
+
+
+def test_images_of_the_calibration_are_found_among_a_suites(made, tmp_path):
+    """By their pixels: the report warns, as the candidate is judged on what it was calibrated on."""
+    source, out = made
+    record = json.loads((out / manifest.MANIFEST).read_text())
+    (tmp_path / "a.png").write_bytes(file_of(picture(8, 6, 1)))
+    data = write_rows(
+        tmp_path / "d.jsonl",
+        {"id": "0", "image": "a.png", "question": "q", "answer": "a"},
+        {"id": "1", "question": "q", "answer": "a"},
+    )
+    facts = provenance(load_samples(data, samples=None, seed=0), [], data)
+    for folder, hashes in (("same", facts["image_hashes"]), ("other", ["0" * 16]), ("old", None)):
+        shutil.copytree(out, tmp_path / folder)
+        calibration = record["calibration"] | ({} if hashes is None else {"image_hashes": hashes})
+        (tmp_path / folder / manifest.MANIFEST).write_text(json.dumps(record | {"calibration": calibration}))
+    engine = Echo(lambda request: "a")
+    candidates = [tmp_path / folder for folder in ("same", "other", "old")] + [source]
+    results = list(evaluate_all(candidates, source, [data], None, EvalOptions(engine, engine)))
+    assert [result.suites[0].calibrated for result in results] == [1, 0, None, None]
+    warned = ["was calibrated on images of 1 of the 2 samples" in " ".join(Findings(r).headline) for r in results]
+    assert warned == [True, False, False, False]
 
 
 def test_one_size_everywhere(made):

@@ -65,6 +65,26 @@ def test_merged_as_peft_merges(bases, family, kind, tmp_path):
     assert changed >= ({"embed_tokens", "lm_head"} if kind == "embedding" else {"q_proj", "v_proj", "down_proj"})
 
 
+def test_experts_merged_as_peft_merges(tmp_path):
+    """Both fused parameters of a mixture's experts, of which PEFT wraps one within the other; another alpha for one."""
+    base = build("qwen3-vl-moe", tmp_path / "base")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    pattern = {"alpha_pattern": {"mlp.experts.down_proj": 4}}
+    expected = trained(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=names, **pattern)
+    adapter.write_merged(Source.of(base), tmp_path / "adapter", tmp_path / "merged")
+    merged, before = (models.load(folder).model.state_dict() for folder in (tmp_path / "merged", base))
+    for name in [name for name in expected if name.endswith("experts.gate_up_proj")]:
+        block, gates_and_ups = name.removesuffix(".gate_up_proj"), expected.pop(name)
+        downs = expected.pop(f"{block}.down_proj")
+        for number, (gate_and_up, down) in enumerate(zip(gates_and_ups, downs, strict=True)):
+            for part, value in zip(("gate", "up", "down"), (*gate_and_up.chunk(2), down), strict=True):
+                expected[f"{block}.{number}.{part}_proj.weight"] = value
+    for name, value in expected.items():
+        assert torch.equal(merged[name], value.to(merged[name].dtype)), name
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 def test_a_folder_with_an_adapter_stands_for_both(bases, tmp_path, capsys):
     """The base that the adapter names, or that is given with it; names as older releases of transformers wrote them."""
     expected = trained(bases["qwen2-5-vl"], tmp_path / "adapter")
@@ -83,6 +103,8 @@ def test_a_folder_with_an_adapter_stands_for_both(bases, tmp_path, capsys):
     assert not list(tmp_path.glob(".out*")), "nothing is left next to OUT"
     recipe = resolve({"model": str(bases["llava"]), "adapter": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe
     assert (recipe.model, recipe.adapter) == (bases["llava"], tmp_path / "adapter")
+    assert f"was trained on {bases['qwen2-5-vl']}; on another model" in adapter.adapter_notes(recipe)[-1]
+    assert not adapter.adapter_notes(resolve({"model": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe)
     capsys.readouterr()
     assert cli.main(["eval", str(tmp_path / "adapter"), "--baseline", str(bases["llava"]), "--engine", "hf"]) == 2
     assert "is a LoRA adapter and no model" in capsys.readouterr().err
@@ -105,7 +127,6 @@ def without(folder, part):
 
 BAD = {
     "another method": (lambda f: edited(f, peft_type="IA3"), "peft_type 'IA3' is not supported"),
-    "of parameters": (lambda f: edited(f, target_parameters=["experts.gate_up_proj"]), "target_parameters"),
     "pissa": (lambda f: edited(f, init_lora_weights="pissa_niter_4"), "changes the base's weights as well"),
     "no alpha": (lambda f: edited(f, lora_alpha="much"), "lora_alpha of .* is 'much', and should be a number"),
     "slow pattern": (lambda f: edited(f, alpha_pattern={"(a+)+": 4}), "alpha_pattern '\\(a\\+\\)\\+' is not supported"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.kit import rtn
 from tests.kit.tiny import build
@@ -19,6 +20,7 @@ from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.utils.errors import UserError
 
 ROUNDED = "model.language_model.layers.0.mlp.down_proj"
+STORED = "language_model.model.layers.0.mlp.down_proj"  # the same on disk
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,54 @@ def test_fp8_is_quantized_anew_in_one_step(source, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "out"]
     assert "quantization_config" in json.loads((out / "config.json").read_text())
     assert not any("F8" in str(tensor.dtype) for tensor in load_file(out / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (None, f"tensor '{STORED}.weight' has codes (F8_E4M3) without scales"),
+        (0, f"a scale in '{STORED}.weight_scale' is 0 over codes that are not"),
+        (float("nan"), f"a scale in '{STORED}.weight_scale' is NaN or infinite"),
+        (float("inf"), f"a scale in '{STORED}.weight_scale' is NaN or infinite"),
+        (-1, f"a scale in '{STORED}.weight_scale' is negative"),
+    ],
+)
+def test_codes_are_no_weights_without_a_right_scale(source, scale, message, tmp_path, capsys):
+    """Even where the config lists the layer as unquantized; in everything that reads another tool's checkpoint."""
+    fp8 = tmp_path / "fp8"
+    rtn.write(source, fp8, rtn.SCHEMES["fp8"])
+    (fp8 / "vlmcompress.json").unlink()
+    weights, config = load_file(fp8 / "model.safetensors"), json.loads((fp8 / "config.json").read_text())
+    if scale is None:
+        del weights[f"{STORED}.weight_scale"]
+        config["quantization_config"]["ignore"].append(ROUNDED)
+    else:
+        weights[f"{STORED}.weight_scale"][3] = scale
+    save_file(weights, fp8 / "model.safetensors")
+    (fp8 / "config.json").write_text(json.dumps(config))
+    anew = ("--scheme", "rtn", "--set", "options.group_size=32", "--from-quantized")
+    calls = [("export", "--format", "bf16", "-o", tmp_path / "out"), ("quantize", *anew, "-o", tmp_path / "out")]
+    for verb, *flags in (*calls, ("check", *anew)):
+        code, output, error = run(capsys, verb, fp8, *flags)
+        assert code == 2 and message in output + error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
+
+
+def test_fp8_with_the_names_of_comfyui(source, tmp_path, capsys):
+    """Its config.json says nothing of FP8; with the block that the message names, the weights are those of the codes."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    rtn.write(source, ours, rtn.SCHEMES["fp8"])
+    shutil.copytree(ours, theirs)
+    (theirs / "vlmcompress.json").unlink()
+    weights, config = load_file(ours / "model.safetensors"), json.loads((ours / "config.json").read_text())
+    renamed = {name.replace(".weight_scale", ".scale_weight"): value for name, value in weights.items()}
+    save_file(renamed, theirs / "model.safetensors")
+    for block in (None, {"quant_method": "fp8"}):
+        (theirs / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+        code, _, error = run(capsys, "export", theirs, "-o", tmp_path / "out")
+        assert code == (0 if block else 2), error
+        assert block or 'add "quantization_config": {"quant_method": "fp8"}' in error
+    assert torch.equal(*(Stored.of(folder)[ROUNDED][0].dequantize() for folder in (ours, tmp_path / "out")))
 
 
 def test_what_is_not_fp8_is_not_rounded_twice(source, tmp_path, capsys):

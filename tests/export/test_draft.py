@@ -19,7 +19,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.evaluation.doctor.files import diagnose
 from vlmcompress.export.convert import convert
-from vlmcompress.quantization.plan.findings import findings
+from vlmcompress.quantization.plan.findings import examine
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
@@ -128,7 +128,7 @@ def test_a_head_that_is_not_what_the_config_says(source, written, change, messag
     with pytest.raises(UserError, match=message):
         quantize(recipe)
     assert not (tmp_path / "out").exists()
-    assert [finding.ok for finding in findings(recipe) if "drafts tokens" in finding.detail] == [False]
+    assert [finding.ok for finding in examine(recipe).findings if "drafts tokens" in finding.detail] == [False]
     bad = edited(written["compressed-tensors"], tmp_path / "compressed", change)
     assert {finding.ok for finding in diagnose(bad) if finding.name == "draft"} == {False}
     with pytest.raises(UserError, match=message):
@@ -140,7 +140,7 @@ def test_a_head_that_was_lost(source, tmp_path):
     lost = build("qwen3-5", tmp_path / "lost", hub_names=False)
     assert head(lost) == {}
     recipe = resolve({"model": str(lost), "out": str(tmp_path / "out"), "scheme": "rtn"}).recipe
-    assert [finding.ok for finding in findings(recipe) if KEY in finding.detail] == [True]
+    assert [finding.ok for finding in examine(recipe).findings if KEY in finding.detail] == [True]
     done = quantize(recipe)
     (warning,) = done.manifest["warnings"]
     assert warning.startswith(f"config.json says {KEY} 1, but there is no tensor mtp.*: the head")

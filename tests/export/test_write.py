@@ -220,6 +220,16 @@ def test_a_failure_leaves_nothing(source, tmp_path, monkeypatch, kind, message):
     assert manifest.hash_files(work) == before and os.listdir(work) == ["out"]
 
 
+def test_a_layer_that_cannot_be_read_is_named_once(source, out):
+    class Unread(dict):
+        def __getitem__(self, name):
+            raise UserError(f"{name}: its statistics hold NaN")
+
+    parts = rtn.parts(source, W4)
+    with pytest.raises(UserError, match=r"^\S+_proj: its statistics hold NaN$"):
+        checkpoint.write(replace(parts, quantized=Unread(parts.quantized)), out)
+
+
 def test_a_wrong_shape_is_a_defect(source, out):
     norm = "model.language_model.norm.weight"
     with pytest.raises(ValueError, match="norm.weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_invalid_config_value(folder):
     refused(folder, "config.json: text_config should be an object; restore it", models.build_meta_model)
 
 
+def test_generation_settings_that_are_none(folder):
+    file = folder / "generation_config.json"
+    file.write_text("[]")
+    refused(folder, "generation settings .*generation_config.json holds no JSON object")
+    file.unlink()
+    os.mkfifo(file)
+    refused(folder, "generation_config.json is not readable JSON .*it is a device or a pipe")
+
+
 def test_pickled_weights(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     refused(folder, "pickled weights.*convert", models.read_config)
@@ -242,7 +252,7 @@ def test_missing_and_surplus_tensors(folder):
     edit_tensors(folder, lambda tensors: tensors.pop("vision_tower.vision_model.pre_layrnorm.weight"))
     refused(folder, "lacks 1 tensors.*model.vision_tower.pre_layrnorm.weight")
     edit_tensors(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
-    refused(folder, "'extra' has no place")
+    refused(folder, "lacks 1 tensors .*and has 1 others, first 'extra'; .*restore config.json")
 
 
 def test_wrong_shape(folder):

@@ -154,6 +154,12 @@ def test_names_that_were_put_in_twice(checkpoint, tmp_path, name):
     assert len(source.unfound) > 10 and source.written == meant.names
 
 
+def omit_from_index(folder: Path) -> None:
+    shard(folder)
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": {n: file for n, file in places.items() if file == PARTS[0]}}))
+
+
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrapped": (
         lambda f: edit(f, lambda ts: {f"module.{name}": t for name, t in ts.items()}),
@@ -183,6 +189,33 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f, lambda ts: ts | {"lm_head.weight": ts[EMBEDDING] + 1}),
         "'lm_head.weight' is not '.*embed_tokens.weight': transformers would take it and vLLM would not; set",
     ),
+    "more blocks than in config.json": (
+        lambda f: edit(
+            f, lambda ts: ts | {EMBEDDING.replace("embed_tokens", "layers.7.mlp.down_proj"): torch.ones(2, 2)}
+        ),
+        "config.json says 2 blocks in 'model.language_model.layers', and the weights have more; .*restore config.json",
+    ),
+    "of ComfyUI": (
+        lambda f: edit(f, lambda ts: ts | {"scaled_fp8": torch.zeros(2)}),
+        "'scaled_fp8' has no place .*it is of ComfyUI's scaled FP8, .*give the 16-bit original",
+    ),
+    "of a language model alone": (
+        lambda f: edit(
+            f,
+            lambda ts: {
+                name.replace("model.language_model.", "model."): t for name, t in ts.items() if "language_model" in name
+            },
+        ),
+        "(holds a language model alone|has no vision tower)",
+    ),
+    "of another model": (
+        lambda f: edit(f, lambda ts: {f"other.{name}": t for name, t in ts.items()}),
+        r"lacks \d+ tensors of .* and has \d+ others, first 'other..*restore config.json from where the weights are from",
+    ),
+    "a file that the index omits": (
+        lambda f: omit_from_index(f),
+        rf"{INDEX} does not name \d+ tensors of the model, first '.*' in {PARTS[1]}; add them to its weight_map",
+    ),
     "incomplete": (
         lambda f: edit(f, lambda ts: {name: t for name, t in ts.items() if not name.endswith("q_proj.weight")}),
         "lacks 2 tensors of .*it was not saved or downloaded whole, do so again",
@@ -197,6 +230,33 @@ def test_the_cause_is_named(folder, kind):
     with pytest.raises(UserError, match=match) as caught:
         models.Source.of(folder)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+def test_a_head_that_no_class_uses_is_left_out(folder, tmp_path, capsys):
+    """Trainers of reward models leave such a head; transformers ignores it, and the checkpoint without it loads anywhere."""
+    plain, out = models.load(folder).model.state_dict(), tmp_path / "out"
+    edit(
+        folder,
+        lambda tensors: tensors | {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)},
+    )
+    state = models.load(folder).model.state_dict()
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+    assert cli.main(["quantize", str(folder), "-o", str(out), "--scheme", "fp8"]) == 0
+    line = "2 tensors are of no part of Qwen3VLForConditionalGeneration, first 'v_head.summary.bias'; they are left out"
+    assert line in capsys.readouterr().err
+    assert not [name for name in models.tensor_headers(out) if "v_head" in name]
+
+
+def test_a_tie_that_is_transformers_default_is_called_that(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint("gemma3"), tmp_path / "model"))
+    configure(folder, lambda c: (c.pop("tie_word_embeddings", None), c["text_config"].pop("tie_word_embeddings", None)))
+    source = models.Source.of(folder)
+    embedding = source.names[models.embedding_name(source.meta_model) + ".weight"]
+    edit(folder, lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + 1})
+    with pytest.raises(
+        UserError, match="config.json lacks tie_word_embeddings, which is true by default, but 'lm_head"
+    ):
+        models.Source.of(folder)
 
 
 def test_a_language_model_alone(checkpoint, tmp_path):

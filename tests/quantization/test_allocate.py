@@ -20,7 +20,7 @@ from vlmcompress.export import manifest
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibrate import KINDS, calibrate
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.plan.findings import findings
+from vlmcompress.quantization.plan.findings import examine
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -291,7 +291,7 @@ def test_widths_follow_the_target(world):
 
 
 def test_check_and_dry_run(world, tmp_path, capsys):
-    checks = findings(recipe(world, None, {"budget": 1.5}))
+    checks = examine(recipe(world, None, {"budget": 1.5})).findings
     assert any("smallest reachable" in check.detail for check in checks if not check.ok)
     command = ["quantize", str(world / "llava"), "--scheme", "gptq", "--set", "options.group_size=32"]
     assert cli.main([*command, "--set", "bits.budget=3.9", "--stats", str(world / "stats"), "--dry-run"]) == 0

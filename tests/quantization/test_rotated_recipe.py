@@ -90,7 +90,9 @@ def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
         ):
             make_plan(recipe(model, tmp_path / "x", **stats, **other))
     assert (
-        cli.main(["report-error", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)])
+        cli.main(
+            ["report", "--errors", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)]
+        )
         == 2
     )
 

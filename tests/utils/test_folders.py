@@ -67,6 +67,20 @@ def test_a_run_that_was_killed_before_it_took_its_lock(place):
     assert not list(out.parent.iterdir())
 
 
+def test_a_users_file_in_our_folder_is_not_deleted(place):
+    """--overwrite is for what the manifest lists; a lock that a killed run left is nobody's."""
+    source, out = place
+    ours(out, '{"files": {"config.json": {}, "serve/vllm.sh": {}}}')
+    (out / "serve").mkdir()
+    for name in ("config.json", "serve/vllm.sh", ".report.lock"):
+        (out / name).touch()
+    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    (out / "serve" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=f"has files that are not in {MANIFEST}: serve/notes.txt; move them"):
+        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    assert (out / "serve" / "notes.txt").read_text() == "mine"
+
+
 def test_appears_when_done(place):
     source, out = place
     folders.check_out(source, out, overwrite=False, mark=MANIFEST)

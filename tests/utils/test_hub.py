@@ -135,7 +135,7 @@ def test_headers_are_enough(online, source, capfd, verb):
     verbs = {
         "check": ["check", *rtn],
         "dry": ["quantize", "--dry-run", *rtn],
-        "tokens": ["tokens", "--image-size", "64x64"],
+        "tokens": ["check", "--image-size", "64x64"],
     }
     same = {"check": "findings", "dry": "groups", "tokens": "images"}[verb]
     texts = []

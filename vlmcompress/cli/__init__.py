@@ -52,8 +52,11 @@ _EXTRAS = {
 
 # Earlier verb -> what to type now.
 RETIRED = {
+    "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
+    "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",
     "thresholds": "vlmcompress learn-reducer MODEL -o FILE.json",
+    "tokens": "vlmcompress check MODEL --image-size WxH",
 }
 
 
@@ -147,7 +150,9 @@ def _main(argv: list[str] | None) -> int:
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():
             escape = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
-            process.show(json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else text)
+            process.show(
+                json.dumps(data, indent=1, default=str, ensure_ascii=escape) if as_json else process.fitted(text)
+            )
         return code
     except process.Stopped as stop:
         return _fail(f"stopped by {stop.signal.name}{_resume_hint(args)}", 128 + stop.signal, as_json)

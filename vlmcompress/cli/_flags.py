@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
     from vlmcompress.recipe import Recipe
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and folds those that are longer than the terminal's."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = super()._fill_text(text, width, indent).splitlines()
+        return "\n".join(textwrap.fill(line, width) if len(line) > width else line for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `UserError` with a suggestion instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
         for number in (int, float):
             self.register("type", number, partial(_ascii, number))
@@ -358,7 +367,11 @@ def drafting(args: argparse.Namespace, model: str) -> str | None:
 
 def judging(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a report and a gate."""
-    parser.add_argument("--report", metavar="FOLDER", help="write report.html, report.md, results.json, junit.xml")
+    parser.add_argument(
+        "--report",
+        metavar="FOLDER",
+        help="write report.html, report.md, results.json, junit.xml, badge.json; of eval also answers.jsonl",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument(
         "--gate", metavar="FILE", help="judge by a gate file or a bundled gate; exit code 1 or 4 unless passed"
@@ -380,9 +393,29 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
             into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
     for setting in args.set:
         assign(values, setting)
+    for key in ("data", "text"):
+        refuse_missing_data(values.get("calibrate", {}).get(key))
     if isinstance(path := values.get("model"), str):
         check_model(path)
     return values
+
+
+def refuse_missing_data(name: str | None, *, answered: bool = False) -> None:
+    """Raise `UserError` for data that don't exist, before libraries are imported; ids of the Hub pass, and no data.
+
+    Args:
+        answered: they must have answers, which a folder of images has not.
+    """
+    from vlmcompress.utils import hub
+
+    if name is None or hub.parse_repository(name, "dataset") is not None:
+        return
+    path, remedy = Path(name), "a .jsonl or .parquet file with answers, or a data set"
+    if answered and path.is_dir() and not any((path / file).is_file() for file in hub.SAVED):
+        raise UserError(f"{path} is a folder of images, which have no answers; give {remedy}")
+    if not path.exists():
+        remedy = remedy if answered else "a folder of images, a .jsonl or .parquet file, or a data set"
+        raise UserError(f"{path} does not exist; give {remedy}")
 
 
 def training_recipe(values: Mapping[str, Any], training: Any) -> Recipe:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
@@ -72,6 +75,22 @@ def streams() -> Iterator[None]:
         yield
     finally:
         sys.stderr = stderr
+
+
+def fitted(text: str) -> str:
+    """The text for standard output: on a terminal, rows of tables that are longer than its lines continue under their last
+    column. Commands stay whole, to be copied."""
+    if not sys.stdout.isatty():
+        return text
+    columns, lines = shutil.get_terminal_size().columns, []
+    for line in text.splitlines():
+        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
+        if len(line) <= columns or not gaps:
+            lines.append(line)
+            continue
+        under = " " * (gaps[-1] if gaps[-1] <= columns // 2 else 4)
+        lines += textwrap.wrap(line, columns, subsequent_indent=under, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def show(text: str) -> None:

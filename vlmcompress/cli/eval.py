@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 GROUP = "measure"
 PLACE = 31
+MOST = 10**9
+"""The largest number of questions and of tokens of an answer."""
 
 
 def options(parser: Parser) -> None:
@@ -48,6 +50,17 @@ def options(parser: Parser) -> None:
         metavar="NAME",
         help="how to score your own data: exact, normalized, contains, anls, box, edit, regex:PATTERN or FILE.py:FUNCTION; "
         "default: auto, which depends on the baseline's first answers",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="of an answer; default: the suite's, 4096 more for a model that thinks",
+    )
+    parser.add_argument(
+        "--thoughts",
+        metavar="OPEN,CLOSE",
+        help="further marks around thoughts, which are not scored; <think>,</think> and other common ones are known",
     )
     parser.add_argument(
         "--engine", default="vllm", metavar="NAME", help="vllm, hf, llamacpp, openvino, mlx or openai:URL"
@@ -83,15 +96,31 @@ def run(args: argparse.Namespace) -> Outcome:
 
     sides.check_path(args.out, args.engine)
     sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
+    _flags.refuse_missing_data(args.data, answered=True)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL
 
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit is {args.limit}, it should be at least 1")
+    for flag, number in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
+        if number is not None and not 1 <= number <= MOST:
+            raise UserError(f"{flag} is {number}, it should be from 1 to {MOST:,}")
     if args.baseline is None and not args.reduce:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     gate = gates.choose_gate(args.gate, args.max_drop)
+    # What is wrong in flags and files is told before anything slow is imported.
+    from vlmcompress import engines
+    from vlmcompress.evaluation.accuracy import free_answers, thoughts
+    from vlmcompress.models.data import sources
+
+    engine = engines.get_engine(args.engine)
+    if args.reduce and engine.name != "hf":
+        raise UserError(
+            f"--reduce attaches to transformers models, not in {engine.name}; add --engine hf, or quantize --reduce"
+        )
+    free_answers.check_score(args.score)
+    thoughts.read_marks(args.thoughts)
+    if args.data and not args.suite:
+        sources.check_answers(args.data, getattr(args, "columns", None) or {})
     check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     from vlmcompress.api import evaluate
 
@@ -112,6 +141,8 @@ def run(args: argparse.Namespace) -> Outcome:
             limit=args.limit,
             seed=args.seed,
             score=args.score,
+            max_tokens=args.max_tokens,
+            thoughts=args.thoughts,
             margins=gates.margins(gate),
             journal=Path(args.report) / JOURNAL if args.report else None,
             restart=args.restart,

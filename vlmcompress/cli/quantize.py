@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
+from vlmcompress.cli._planned import devices_text, plan_data, plan_text
 from vlmcompress.export import readers
 from vlmcompress.utils import distributed, folders, hub, json_files, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.text import percentage, size, smaller, table
+from vlmcompress.utils.text import percentage, size, smaller
 
 if TYPE_CHECKING:
-    from vlmcompress.models.data import Preview
-    from vlmcompress.quantization.plan.plan import Plan
     from vlmcompress.recipe import Resolved
 
 GROUP = "compress"
@@ -78,7 +76,6 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
         resolved: the recipe; of its model only headers may have been fetched.
         values, file: recipe values of flags and the recipe file, to resolve it again with the weights.
     """
-    from vlmcompress.quantization.plan import devices
     from vlmcompress.quantization.plan.calibration_data import preview_data
     from vlmcompress.quantization.plan.plan import make_plan
 
@@ -94,69 +91,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
 
         whole = resolve(values, file).recipe  # the allocation of bits depends on the weights' values
         plan = allocate.allocate_bits(make_plan(whole), progress=silent)
-    data = {
-        "ok": True,
-        **plan.to_dict(),
-        "devices": devices.launch_device_counts(plan),
-        "samples": preview.count if preview else None,
-        "origins": resolved.origins,
-    }
-    return OK, data, plan_text(plan, resolved, preview)
-
-
-def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
-    """A plan as text: settings with their origins, layers, sizes. `preview`: the calibration samples; None: not read."""
-    from vlmcompress.quantization.plan import devices
-
-    flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
-    settings = [
-        (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
-        for key, value in flat.items()
-    ]
-    rows: list[tuple] = [("part", "group", "format", "blocks", "layers [out, in]")]
-    for row in plan.rows:
-        group = f"{row.group}, of {row.experts} experts" if row.experts else row.group
-        layers = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.linears, row.shapes, strict=True))
-        rows.append((row.part, group, row.format, row.blocks, layers))
-    calibrate, data = plan.recipe.calibrate, "no data needed"
-    if plan.needs_data or (calibrate.data and plan.reads_data):
-        data = f"{preview.count} samples; {preview.text}" if preview else f"at most {calibrate.samples} samples"
-    if plan.statistics:
-        data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
-    ratio = "as they are"
-    if plan.bytes_after != plan.bytes_before:
-        ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
-    prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
-    shared = allocation_text(plan.allocation) if plan.allocation else ""
-    if plan.budget:
-        shared = "\nCalibration decides the widths of groups; with --stats they are shown here."
-    read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
-    totals = [
-        ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio})"),
-        *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
-        ("peak memory", f"about {size(plan.peak_bytes)}"),
-        ("calibration", data),
-        ("devices", devices_text(devices.launch_device_counts(plan))),
-        ("prefix", prefix.get(plan.observed_after, "quantized: blocks are solved after quantized ones")),
-    ]
-    lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
-    lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")
-    lines += [*([table(rows)] if plan.rows else []), "", table(totals), *([shared] if shared else [])]
-    return "\n".join([*lines, f"\n{read}, and nothing written."])
-
-
-def allocation_text(allocation: Mapping[str, Any]) -> str:
-    """The bit width of each group, and the predicted error of this allocation and of one width for all."""
-    names = list(dict.fromkeys(entry["group"] for entry in allocation["groups"]))
-    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
-    blocks = sorted({block for block, _ in widths})
-    rows = [("block", *names)] + [(block, *(widths.get((block, name), "") for name in names)) for block in blocks]
-    errors = [("", "bits per weight", f"predicted, {allocation['unit']}")]
-    errors += [
-        (f"all {name}", entry["bits"], f"{entry['predicted']:.4g}") for name, entry in allocation["uniform"].items()
-    ]
-    errors.append((f"by {allocation['by']}", allocation["bits"], f"{allocation['predicted']:.4g}"))
-    return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
+    return OK, {"ok": True, **plan_data(plan, resolved, preview)}, plan_text(plan, resolved, preview)
 
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -244,19 +179,3 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         )
         lines.append(f"  KV cache  {scales} {worst['share']:.2%} of visual values ({worst['where']})")
     return written_text(done, lines, verbose)
-
-
-def devices_text(choices: Sequence[int]) -> str:
-    """The numbers of devices that vLLM can split a checkpoint over, as text."""
-    return f"{' or '.join(map(str, choices))} can share it in vLLM (check --tp N says why not N)"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value not in ({}, []):
-            flat[f"{prefix}{key}"] = value
-    return flat

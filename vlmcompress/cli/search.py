@@ -7,7 +7,7 @@ import re
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
@@ -19,11 +19,13 @@ from vlmcompress.utils.text import parse_pixels
 
 if TYPE_CHECKING:
     from vlmcompress.evaluation.search.search import SearchRequest
+    from vlmcompress.utils.progress import Progress
 
 GROUP = "compress"
 PLACE = 22
 GOALS = ("throughput", "ttft", "memory", "cost")
 CONFIRMATION = "confirmation"
+DROP, DROP_OF_IMAGES = 0.01, 0.1  # default floors, of accuracy and of agreement
 
 
 def options(parser: Parser) -> None:
@@ -41,21 +43,26 @@ def options(parser: Parser) -> None:
         "--suite", aliases=["--tasks"], metavar="NAME|FILE", help="scoring of the data; see vlmcompress list suites"
     )
     parser.add_argument("--confirm", metavar="TEST", help="other questions, asked once and only of the winner")
-    objective_flags(parser)
-    parser.add_argument("--max-drop", default=0.01, metavar="SHARE", help="allowed loss of accuracy (the floor)")
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="without questions: images like those that the model will see"
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="questions about --images, one per line; default: six short ones"
+    )
+    _flags.target(parser)
+    parser.add_argument("--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost")
+    parser.add_argument(
+        "--max-drop",
+        type=float,
+        metavar="SHARE",
+        help=f"allowed loss of accuracy (the floor); default: {DROP:g}, with --images {DROP_OF_IMAGES:g} of agreement",
+    )
     parser.add_argument(
         "--space", metavar="FILE", help="recipe keys and values to try; default: all that the target runs"
     )
-    parser.add_argument("--recover", action="store_true", help="also try models trained with their reducer")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="maximum number of questions of VALIDATION; default: all"
+        "--limit", type=int, metavar="N", help="maximum number of questions, or of images with --images"
     )
-
-
-def objective_flags(parser: Parser) -> None:
-    """Add the flags of the objective and the search, shared with `auto`."""
-    _flags.target(parser)
-    parser.add_argument("--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost")
     parser.add_argument(
         "--speed", default="", metavar="HOW", help="measured (in vLLM here) or modelled (from the target's rates)"
     )
@@ -67,9 +74,6 @@ def objective_flags(parser: Parser) -> None:
         help="of a typical request, for modelled speed",
     )
     parser.add_argument("--out-tokens", default=32, metavar="N", help="tokens of a typical answer")
-    parser.add_argument(
-        "--price", type=float, metavar="PER_HOUR", help="price of the machine, for the cost of 1,000 requests"
-    )
     parser.add_argument(
         "--max-time", aliases=["--budget"], metavar="TIME", help="time limit of the search, like 30m or 2h"
     )
@@ -85,136 +89,165 @@ def objective_flags(parser: Parser) -> None:
     )
     _flags.restartable(parser)
     parser.set_defaults(set=[])
+    parser.epilog = (
+        "With --images alone the original's answers to short prompts are the reference, as there are no correct ones. A\n"
+        "quarter of the images is for calibration, a quarter for the search, and the winner's agreement is confirmed on\n"
+        "the other half, at least 36 images at the default floor; so 64 images are needed."
+    )
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Search, confirm the winner, and write page and recipe."""
-    if not args.data and not args.suite:
-        raise UserError("vlmcompress search: missing --data; give questions with answers")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit is {args.limit}, it should be at least 1")
     search_request = request(args)
+    from vlmcompress.evaluation.report import search as report
     from vlmcompress.evaluation.search import trial_log
+    from vlmcompress.evaluation.search.search import run_search
     from vlmcompress.utils.work_folder import locked_output
 
-    with locked_output(search_request.out):
+    out = search_request.out
+    with locked_output(out), closing(ProgressBar()) as progress:
         if args.restart:
-            trial_log.clear(search_request.out)
-        return search_outcome(search_request, args)
+            trial_log.clear(out)
+        search_request, data, winner = run_search(search_request, progress)
+        code = OK
+        if winner and search_request.confirm:
+            code, data["confirmed"] = _confirm(search_request, winner, progress)
+        if not winner:
+            tried = [
+                candidate["why"] for candidate in data["candidates"] if not candidate["why"].startswith("predicted")
+            ]
+            code = GATE if all(why.startswith(("loses more", "gains nothing")) for why in tried) else UNDECIDED
+        files = report.write_search_report(data, out)
+        if not args.keep_work:
+            shutil.rmtree(out / trial_log.WORK, ignore_errors=True)
+    data = {"ok": code == OK, **data, "out": str(out), "files": {kind: str(path) for kind, path in files.items()}}
+    return code, data, report.search_text(data)
 
 
 def request(args: argparse.Namespace) -> SearchRequest:
-    """The search request that the flags describe. Raises `UserError` for a flag with a bad value."""
+    """The search that the flags describe.
+
+    Raises:
+        UserError: a flag has a bad value, or a file that it names is missing; before libraries are imported.
+    """
+    if args.images and (args.data or args.suite or args.confirm or hasattr(args, "calib")):
+        raise UserError("--images is for a search without questions; leave out --data, --suite, --confirm and --calib")
+    if not (args.data or args.suite or args.images):
+        raise UserError(
+            "vlmcompress search: missing --data; give questions with answers, or images alone with --images"
+        )
+    if args.prompts and not args.images:
+        raise UserError("--prompts are questions about --images; give both or none")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, it should be at least 1")
     if args.optimize not in GOALS:
         raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
     if args.speed not in ("", "measured", "modelled"):
         raise UserError(f"--speed {args.speed}: give measured or modelled")
-    if not 0 < args.max_drop < 1:
-        raise UserError(f"--max-drop {args.max_drop:g} is not a share between 0 and 1; for one point write 0.01")
+    margin = args.max_drop if args.max_drop is not None else DROP_OF_IMAGES if args.images else DROP
+    if not 0 < margin < 1:
+        raise UserError(f"--max-drop {margin:g} is not a share between 0 and 1; for one point write 0.01")
     if args.out_tokens < 1:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
-    if args.price is not None and not args.price > 0:
-        raise UserError(f"--price is {args.price:g}; give the price of the machine per hour")
     if args.engine not in ("vllm", "hf"):
         raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
-    image = parse_pixels(args.image_size, "--image-size", most=999_999)
+    if args.images and not Path(args.images).is_dir():
+        raise UserError(
+            f"--images {args.images} is not a folder; name one with images like those that the model will see"
+        )
+    for flag in ("data", "confirm"):
+        _flags.refuse_missing_data(getattr(args, flag), answered=True)
+    image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
+    out = Path(base.pop("out"))
+    prompts = _prompts(args.prompts) if args.prompts else None
+    if args.speed == "modelled" and args.optimize != "memory" and (target := base.get("target")):
+        from vlmcompress.recipe import targets
+
+        if not targets.get_target(target).rates:
+            raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
+    from vlmcompress.evaluation.search.own_answers import PROMPTS
     from vlmcompress.evaluation.search.search import SearchRequest
     from vlmcompress.evaluation.search.speed import TypicalRequest
 
-    out = Path(base.pop("out"))
     return SearchRequest(
         base=base,
         out=out,
-        data=getattr(args, "data", None),
-        suite=getattr(args, "suite", None),
-        confirm=getattr(args, "confirm", None),
-        limit=getattr(args, "limit", None),
-        margin=args.max_drop,
+        data=args.data,
+        suite=args.suite,
+        confirm=args.confirm,
+        images=args.images,
+        prompts=prompts or PROMPTS,
+        limit=args.limit,
+        margin=margin,
         goal=args.optimize,
         speed=args.speed,
         load=TypicalRequest(image=image, out=args.out_tokens),
-        budget=seconds(args.max_time) if args.max_time else None,
+        budget=budget,
         engine=args.engine,
         ray=args.ray,
-        space=getattr(args, "space", None),
-        recover=getattr(args, "recover", False),
+        space=args.space,
     )
 
 
-def seconds(text: str) -> float:
-    """The seconds of a time like 90s, 30m or 1h30m. Raises `UserError` for other text."""
+def seconds(text: str | None) -> float | None:
+    """The seconds of a time like 90s, 30m or 1h30m; None without one. Raises `UserError` for other text."""
+    if text is None:
+        return None
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
-    if not match or not any(match.groups()) or not any(int(part or 0) for part in match.groups()):
+    if not match or not any(int(part or 0) for part in match.groups()):
         raise UserError(f"--max-time {text}: write a time like 90s, 30m or 1h30m")
     hours, minutes, rest = (int(part or 0) for part in match.groups())
     return 3600.0 * hours + 60.0 * minutes + rest
 
 
-def search_outcome(
-    search_request: SearchRequest, args: argparse.Namespace, reference: str = "the data's answers"
-) -> Outcome:
-    """Run a search, confirm its winner and write the page. `reference`: the page's words for the reference answers."""
-    from vlmcompress.evaluation.report import search as report
-    from vlmcompress.evaluation.search.search import WORK, run_search
+def _prompts(file: str) -> tuple[str, ...]:
+    """The prompts in a text file, one per line."""
+    try:
+        lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--prompts {file} cannot be read ({error}); give a text file with one prompt per line"
+        ) from error
+    if not lines:
+        raise UserError(f"--prompts {file} is empty; give one prompt per line")
+    return lines
 
-    with closing(ProgressBar()) as progress:
-        data, winner = run_search(search_request, progress)
-        code = OK
-        data["reference"] = reference
-        if winner and search_request.confirm:
-            from vlmcompress.api import evaluate
-            from vlmcompress.cli._conclude import EXIT, conclude
-            from vlmcompress.evaluation.accuracy import gate as gates
-            from vlmcompress.evaluation.search.trial_log import CONFIRMED
 
-            gate = gates.choose_gate(None, [str(search_request.margin)])
-            model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
-            results = evaluate(
-                winner,
-                model,
-                suites=[search_request.suite] if search_request.suite else (),
-                data=search_request.confirm,
-                columns=calibrate.get("columns"),
-                skip_bad=calibrate.get("skip_bad", 0),
-                engine=search_request.engine,
-                seed=search_request.seed,
-                margins=gates.margins(gate),
-                journal=search_request.out / CONFIRMED,
-                progress=progress,
-            )
-            conclude(results, gate, search_request.out / CONFIRMATION)
-            overall = results.suites[0].overall
-            code = EXIT[overall.verdict]
-            data["confirmed"] = {
-                "verdict": overall.verdict,
-                "questions": overall.n,
-                "images": overall.clusters,
-                "original": overall.baseline,
-                "winner": overall.candidate,
-                "difference": overall.difference,
-                "low": overall.low,
-                "high": overall.high,
-                "missing": overall.missing,
-                "unit": overall.unit,
-                "report": f"{CONFIRMATION}/report.html",
-            }
-    if args.price is not None:
-        data["price_per_hour"] = args.price
-    if not winner:
-        tried = [candidate for candidate in data["candidates"] if not candidate["why"].startswith("predicted")]
-        code = (
-            GATE
-            if all(candidate["why"].startswith(("loses more", "gains nothing")) for candidate in tried)
-            else UNDECIDED
-        )
-    files = report.write_search_report(data, search_request.out)
-    if not args.keep_work:
-        shutil.rmtree(search_request.out / WORK, ignore_errors=True)
-    data = {
-        "ok": code == OK,
-        **data,
-        "out": str(search_request.out),
-        "files": {kind: str(path) for kind, path in files.items()},
+def _confirm(search_request: SearchRequest, winner: Path, progress: Progress) -> tuple[int, dict[str, Any]]:
+    """Ask winner and original the unused questions, once; exit code, and the verdict as data."""
+    from vlmcompress.api import evaluate
+    from vlmcompress.cli._conclude import EXIT, conclude
+    from vlmcompress.evaluation.accuracy import gate as gates
+    from vlmcompress.evaluation.search.trial_log import CONFIRMED
+
+    gate = gates.choose_gate(None, [str(search_request.margin)])
+    model, calibrate = hub.local(search_request.base["model"]), search_request.base.get("calibrate", {})
+    results = evaluate(
+        winner,
+        model,
+        suites=[search_request.suite] if search_request.suite else (),
+        data=search_request.confirm,
+        columns=calibrate.get("columns"),
+        skip_bad=calibrate.get("skip_bad", 0),
+        engine=search_request.engine,
+        seed=search_request.seed,
+        margins=gates.margins(gate),
+        journal=search_request.out / CONFIRMED,
+        progress=progress,
+    )
+    conclude(results, gate, search_request.out / CONFIRMATION)
+    overall = results.suites[0].overall
+    return EXIT[overall.verdict], {
+        "verdict": overall.verdict,
+        "questions": overall.n,
+        "images": overall.clusters,
+        "original": overall.baseline,
+        "winner": overall.candidate,
+        "difference": overall.difference,
+        "low": overall.low,
+        "high": overall.high,
+        "missing": overall.missing,
+        "unit": overall.unit,
+        "report": f"{CONFIRMATION}/report.html",
     }
-    return code, data, report.search_text(data)

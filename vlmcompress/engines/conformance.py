@@ -5,14 +5,15 @@ about one image, two images, an image after text, text only, and for vLLM a seco
 vLLM gets each question twice in one run with prefix caching, several per batch. Unquantized weights are compared in float32.
 GGUF and MLX files are compared with the checkpoint that they were exported from, which transformers reads.
 
-| check | what it finds |
-|---|---|
-| names | vLLM's model uses every tensor of OUT and misses none; checked before any weight is loaded (`vllm.names`) | | answers
-| all questions are answered | | prompts | each prompt has as many tokens, after reduction: templates, tokenizer, sizes of
-images, kept tokens | | first tokens | the log-probability of the likeliest first token is the same, in the median and in the
-maximum | | likeliest | it is the same token, unless two are equally likely within the tolerance of the last check | | texts |
-how many answers are the same; required only in vLLM in float32, as a near tie changes the rest of an answer | | asked again |
-an answer from cached prefixes and encoder outputs, in another batch, is the same |
+The checks, in the order in which they are run:
+
+names         vLLM's model uses every tensor of OUT and misses none; before any weight is loaded (`vllm.names`)
+answers       all questions are answered
+prompts       each prompt has as many tokens, after reduction: templates, tokenizer, sizes of images, kept tokens
+first tokens  the log-probability of the likeliest first token is the same, in the median and in the maximum
+likeliest     it is the same token, unless two are equally likely within the tolerance of the last check
+texts         how many answers are the same; required in vLLM in float32 alone, as a near tie changes the rest of an answer
+asked again   an answer from cached prefixes and encoder outputs, in another batch, is the same
 
 Cut prompts, preemption, aborted requests, videos, adapters and drafts are tested in `tests/engines`, not here.
 """

@@ -75,15 +75,13 @@ class Engine:
 
     def __init__(self, job: dict):
         import torch
-        from transformers import AutoProcessor
 
-        from vlmcompress.models import VLM, open_model, quiet_transformers, read_config, spec_for
-        from vlmcompress.models.data.encode import check_placeholders
+        from vlmcompress.models import VLM, load_processor, open_model, quiet_transformers, read_config, spec_for
+        from vlmcompress.models.data.encode import check_processor_and_template
         from vlmcompress.reduction.choice import parse_reducer
         from vlmcompress.reduction.hooks import attach_carried
 
         settings, folder = job["settings"], job["model"]
-        local: Any = {"local_files_only": True, "trust_remote_code": False}
         torch.manual_seed(settings["seed"])
         opened: Any = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
         model, loaded = opened
@@ -92,7 +90,7 @@ class Engine:
             raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = model.to(self.device).eval()
-        self.processor = AutoProcessor.from_pretrained(folder, **local)
+        self.processor = load_processor(folder)
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
         # `generate` stops only at the generation config's end tokens, vLLM also at the tokenizer's.
@@ -106,7 +104,7 @@ class Engine:
         self.visual = torch.tensor([token for token in ids if token is not None])
         if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
             with quiet_transformers():
-                check_placeholders(VLM(self.model, self.processor, family, Path(folder)))
+                check_processor_and_template(VLM(self.model, self.processor, family, Path(folder)))
         # by default the checkpoint's reducer, if any
         reduce = parse_reducer(job["reduce"]) if job.get("reduce") else None
         self.attached = attach_carried(self.model, self.processor, folder, reduce)

@@ -42,8 +42,13 @@ class OpenAI(Engine):
     @classmethod
     def at(cls, address: str) -> OpenAI:
         """Make the engine for a server's address; `/v1` may be left out."""
-        parts = urlparse(address)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlparse(address)
+            # `port` raises for what is no number up to 65535
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid or any(character.isspace() for character in address):
             raise UserError(f"'{address}' is not the address of a server; write openai:http://localhost:8000")
         return cls(address.rstrip("/") + ("" if parts.path.strip("/") else "/v1"))
 
@@ -172,7 +177,9 @@ class _Session:
 def _parse(body: Any) -> Answer:
     """Read the answer from a chat completion, without an id. Raises what indexing raises for anything else."""
     choice = body["choices"][0]
-    text, usage = choice["message"]["content"], body.get("usage") or {}
+    text, usage = choice["message"].get("content"), body.get("usage") or {}
+    if text is None:  # of a refusal, of a tool call, or where all tokens went into what a reasoning parser takes off
+        text = ""
     if not isinstance(text, str):
         raise TypeError("no text")
     tokens = (choice.get("logprobs") or {}).get("content") or []

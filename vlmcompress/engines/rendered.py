@@ -59,7 +59,7 @@ class Rendered:
     slots = 1
 
     def __init__(self, job: dict, format: str, families: Any, *files: str):
-        from transformers import AutoProcessor
+        from vlmcompress.models import load_processor
 
         folder = Path(job["model"])
         for name in files:
@@ -70,7 +70,7 @@ class Rendered:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder} is no checkpoint of ours; write one by quantize --format {format}") from error
         self.family_name, self.family = family, families.get(family).FAMILY
-        self.processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.processor: Any = load_processor(folder)
         self.media = Path(job["media"])
 
     def encode_image(self, picture: Image.Image) -> Any:

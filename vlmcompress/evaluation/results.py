@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
@@ -112,6 +112,7 @@ class Scored(_Record):
     `*_tokens` are those of the language model's prompt, `*_visual` the visual ones among them, if known. `*_parsed` is False if
     the task found no answer in the text. `kl` is the divergence of the first token's distribution. `*_refused` is the reason
     why the model or its engine failed on the question, which then counts as wrong; for both sides if the baseline failed.
+    `*_finish`: why the answer ended, as the engine says ("stop", "length", ...); "thinking" if its thoughts do not end.
     """
 
     id: str
@@ -133,6 +134,8 @@ class Scored(_Record):
     kl: float | None = None
     baseline_refused: str = ""
     candidate_refused: str = ""
+    baseline_finish: str = ""
+    candidate_finish: str = ""
 
     @property
     def change(self) -> Literal[0, 1, 2]:
@@ -212,10 +215,12 @@ class Divergence(_Record):
 
 
 class Suite(_Record):
-    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `*_tokens`: counts (baseline, candidate) of all samples.
+    """One suite's accuracy. `cut_off`, `empty`, `unparsed`, `refused`, `unfinished` (thoughts that do not end) and `*_tokens`:
+    counts (baseline, candidate) of all samples; `empty_finish`: why the empty answers ended -> their number.
 
     `scoring` defines `metric`; `choice` explains how it was chosen by the baseline's answers, if it was; `derived_ids`: some
-    samples had no id in the data and are identified by a hash of their content.
+    samples had no id in the data and are identified by a hash of their content; `calibrated`: number of samples with an image
+    that the candidate was calibrated on, None where that is not known.
     """
 
     name: str
@@ -233,12 +238,15 @@ class Suite(_Record):
     unparsed: Counts = (0, 0)
     refused: Counts = (0, 0)
     empty: Counts = (0, 0)
+    empty_finish: tuple[dict[str, Count], dict[str, Count]] = ({}, {})
+    unfinished: Counts = (0, 0)
     cut_off: Counts = (0, 0)
     prompt_tokens: Counts = (0, 0)
     visual_tokens: Counts | None = None
     scoring: str = ""
     choice: str = ""
     derived_ids: bool = False
+    calibrated: Count | None = None
 
 
 class LoadRun(_Record):
@@ -274,19 +282,35 @@ class LoadRun(_Record):
 
 
 class Ratio(_Record):
-    """A figure of both sides over the repeats: medians, and the median and extremes of the paired ratios candidate / baseline.
+    """A figure of both sides over the repeats: medians, and the median `gain` with its extremes over the paired repeats.
 
-    `unit` is for display. `interval` is the 95% interval of the ratio from `speed.measure`; None: there was one repeat.
+    A gain says how many times as good the candidate is as the baseline, so that more is better for rates and times: candidate /
+    baseline if `higher_is_better`, else baseline / candidate. Terminal, `report.md`, report and gates have this direction.
+    `unit` is for display. `interval` is the 95% interval of the gain from `speed.measure`; None: there was one repeat.
     """
 
     baseline: float
     candidate: float
-    ratio: float
+    gain: float
     low: float
     high: float
     higher_is_better: bool
     unit: str
     interval: tuple[Amount, Amount] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _turned(cls, values: Any) -> Any:
+        """Earlier files have `ratio`, and all of it as candidate / baseline."""
+        if not isinstance(values, dict) or "ratio" not in values:
+            return values
+        ratio, low, high = (values[key] for key in ("ratio", "low", "high"))
+        ends = values.get("interval")
+        if not values["higher_is_better"]:
+            ratio, low, high = (1 / value if value else math.inf for value in (ratio, high, low))
+            ends = ends and [1 / end if end else math.inf for end in reversed(ends)]
+        rest = {key: value for key, value in values.items() if key != "ratio"}
+        return rest | {"gain": ratio, "low": low, "high": high, "interval": ends}
 
 
 class Memory(_Record):
@@ -351,6 +375,11 @@ class Gate(_Record):
     rules: list[GateRule]
     file: dict[str, Any] = {}
 
+    @property
+    def title(self) -> str:
+        """Its name with the word gate, once: `gate strict`, `my-gate`."""
+        return self.name if "gate" in self.name.lower() else f"gate {self.name}"
+
 
 class Results(_Record):
     """One comparison of a candidate with its baseline.
@@ -402,10 +431,6 @@ def load_results(path: str | Path) -> Results:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {where}: {first['msg'].lower()}; write the report again") from error
-    modes = results.bench.summary.values() if results.bench else []
-    ratios = [ratio for states in modes for metrics in states.values() for ratio in metrics.values()]
-    if any(ratio.ratio <= 0 and not ratio.higher_is_better for ratio in ratios):
-        raise UserError(f"{file}: bench.summary has a time or a size of zero; write the report again")
     return results
 
 

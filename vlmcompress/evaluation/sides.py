@@ -104,6 +104,19 @@ def _provenance(path: Path, record: Mapping[str, Any]) -> Provenance | None:
         return None
 
 
+def calibration_images(model: str | Path) -> frozenset[str] | None:
+    """The hashes of the images that a checkpoint was calibrated on, see `models.data.provenance`; None where not known."""
+    try:
+        record = manifest.read_manifest(Path(model)) if Path(model).is_dir() else {}
+    except UserError:
+        return None
+    if not record:
+        return None
+    data = record["calibration"]
+    hashes = data.get("image_hashes") if data else []
+    return None if hashes is None else frozenset(hashes)
+
+
 def _reducer(path: Path) -> str:
     """The reducer in a checkpoint's config.json, in the form of the command line; "" for none.
 

@@ -4,13 +4,15 @@
 (arXiv 2402.09353) the rows of W' are then given the lengths of its magnitude vector. An adapter of an embedding is `(B A)^T`.
 Fully trained parameters (`modules_to_save`, biases, an embedding with rows for more tokens) replace the base's. Refused by
 name are other methods of PEFT, convolutions, initializations that change the base's weights (PiSSA, OLoRA, CorDA), and an
-adapter of an output head that shares the embedding's weights.
+adapter of an output head that shares the embedding's weights. An adapter of a block's fused experts (`target_parameters`)
+has `A [experts r, in]` and `B [out, r experts]`, and changes each expert's weight by its own `s B A`.
 
 Layer names are those of the transformers version that trained the adapter; they are mapped like names on disk.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -28,7 +30,7 @@ from vlmcompress.export.changed import Change
 from vlmcompress.export.write import OutputTensor
 from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
-from vlmcompress.recipe.adapter import inputs_folder, read_adapter_config, replaced
+from vlmcompress.recipe.adapter import inputs_folder, other_base, read_adapter_config, replaced
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import unchanged
@@ -54,7 +56,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "lora_bias": (False, None),
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),
@@ -68,23 +69,34 @@ _OF_BASE = ("pissa", "olora", "corda", "loftq")
 @dataclass(frozen=True)
 class Low:
     """An adapter of one layer: `a [r, in]`, `b [out, r]`, for DoRA `magnitude [out]`; its scale; whether it is of an
-    embedding, whose weight is the transpose."""
+    embedding, whose weight is the transpose; for one expert of fused ones its number, their number, and its rows of B."""
 
     a: Entry
     b: Entry
     scale: float
     magnitude: Entry | None = None
     embedding: bool = False
+    expert: tuple[int, int, slice] | None = None
 
     def merged(self, weight: Tensor) -> Tensor:
         """The weight `[out, in]` with the adapter merged, in the weight's type."""
-        a, b = (tensor_files.read_tensor(entry).to(weight) for entry in (self.a, self.b))
+        a, b = (_factor(entry) for entry in (self.a, self.b))
+        if self.expert is not None:
+            number, count, rows = self.expert
+            a, b = a.reshape(count, -1, a.shape[1])[number], b.reshape(len(b), -1, count)[rows, :, number]
+        a, b = a.to(weight), b.to(weight)
         change = self.scale * (b @ a)
         merged = weight + (change.T if self.embedding else change)
         if self.magnitude is None:
             return merged
         lengths = tensor_files.read_tensor(self.magnitude).to(weight).flatten()
         return merged * (lengths / merged.norm(dim=1))[:, None]
+
+
+@functools.lru_cache(maxsize=2)
+def _factor(entry: Entry) -> Tensor:
+    """A stored A or B. Those of fused experts are needed for one expert after the other."""
+    return tensor_files.read_tensor(entry)
 
 
 @dataclass(frozen=True)
@@ -110,9 +122,12 @@ def adapter_problem(folder: Path, source: Source) -> str | None:
 
 
 def adapter_notes(recipe: Recipe) -> list[str]:
-    """Notes about files that a recipe's adapter replaces."""
+    """Notes about files that a recipe's adapter replaces, and about another base that it names."""
     kinds = replaced(recipe.model, recipe.adapter)
-    return [f"the adapter's {' and '.join(kinds)} replaced the base's"] if kinds else []
+    notes = [f"the adapter's {' and '.join(kinds)} replaced the base's"] if kinds else []
+    if other := recipe.adapter and other_base(recipe.model, recipe.adapter):
+        notes.append(f"the adapter was trained on {other}; on another model its changes are wrong, even if shapes fit")
+    return notes
 
 
 def write_merged(
@@ -181,6 +196,9 @@ def _merge(folder: Path, source: Source) -> Merge:
         changes[parameter] = _value(entry)
     rows = _rows(folder, source, sizes)
     for name, parts in layers.items():
+        if fused := _experts(folder, config, name, parts, source):
+            changes |= {parameter: low.merged for parameter, low in fused.items()}
+            continue
         parameter = memory[f"{name}.weight"]
         shape = _stored_shape(folder, name, parameter, source)
         shape = (rows, *shape[1:]) if rows and parameter in vocabulary else shape
@@ -263,11 +281,47 @@ def _low(
         raise UserError(f"{file}: '{name}' and use_dora of the config do not match; copy both again")
     if magnitude and embedding:
         raise UserError(f"{file}: DoRA of an embedding, '{name}', is not merged; merge it with PEFT")
+    return Low(a, b, _scale(folder, config, name, rank), magnitude, embedding)
+
+
+def _experts(
+    folder: Path, config: Mapping[str, Any], name: str, parts: Mapping[str, Entry], source: Source
+) -> dict[str, Low]:
+    """The adapters of a block's experts (memory names) from that of all of them, which PEFT nests if there are two; empty for
+    another layer. Which of their two parameters it is follows from the shapes."""
+    bare = name.replace(_WRAPPED.rstrip("."), "")
+    leaf = f"{bare}.0.down_proj.weight"
+    prefix = models.memory_names(source.meta_model, [leaf])[leaf].removesuffix("0.down_proj.weight")
+    weights = {key.removeprefix(prefix): key for key in source.names if key.startswith(prefix)}
+    count = sum(key.endswith(".down_proj.weight") for key in weights)
+    if not count or f"{bare}.weight" in source.names:
+        return {}
+    shapes = {key: source.stored[source.names[memory]].shape for key, memory in weights.items()}
+    a, b = (next((entry for part, entry in parts.items() if _PARTS[part] == side), None) for side in ("a", "b"))
+    for parameter, matrices in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        (rows, columns), rank = shapes[f"0.{matrices[0]}.weight"], a.spec.shape[0] // count if a else 0
+        fits = (
+            a and a.spec.shape == (rank * count, columns) and b and b.spec.shape == (rows * len(matrices), rank * count)
+        )
+        if a and b and fits and rank:
+            scale = _scale(folder, config, f"{bare}.{parameter}", rank)
+            parts_of = {matrix: slice(at * rows, (at + 1) * rows) for at, matrix in enumerate(matrices)}
+            return {
+                weights[f"{number}.{matrix}.weight"]: Low(a, b, scale, expert=(number, count, part))
+                for number in range(count)
+                for matrix, part in parts_of.items()
+            }
+    raise UserError(
+        f"{folder / WEIGHTS}: '{name}' does not fit the base's {count} experts; name its base by MODEL --adapter"
+    )
+
+
+def _scale(folder: Path, config: Mapping[str, Any], name: str, rank: int) -> float:
+    """The factor of `B A` of a layer or parameter (its name in the adapter)."""
     alpha = _setting(folder, config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise UserError(f"{folder / CONFIG}: lora_alpha of '{name}' is {alpha!r}, and should be a number")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Low(a, b, scale, magnitude, embedding)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _setting(folder: Path, pattern: Any, name: str, default: Any) -> Any:
@@ -320,7 +374,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
         )
         raise UserError(f"{folder} has {pickled} instead of {WEIGHTS}; save it with safe_serialization=True")
     names = [
-        (entry.name.removeprefix(_PREFIX).replace(_WRAPPED, "."), entry)
+        (plain if "lora_" in (plain := entry.name.removeprefix(_PREFIX)) else plain.replace(_WRAPPED, "."), entry)
         for entry in read_entries(folder / WEIGHTS)
         if _OF_BASE_MODULE not in entry.name
     ]

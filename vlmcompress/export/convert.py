@@ -56,6 +56,7 @@ def convert(
     folders.check_out(source, out, overwrite=overwrite, mark=MANIFEST)
     with models.quiet_transformers():
         stored = Stored.of(source)
+    stored.check_scales()
     if stored.format == format and (source / MANIFEST).is_file():
         raise UserError(f"{source} is already {format}; choose another format")
     models.check_files(source)

@@ -208,8 +208,9 @@ class Draft:
 
 def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
     """Write config, facts, a card and further files (`texts`: relative path -> content) next to a draft's weights."""
-    content = {"vlmcompress": __version__, **facts}
-    files = {"config.json": folders.dump(settings), FACTS: folders.dump(content), CARD: card(facts), **texts}
+    files = {"config.json": folders.dump(settings), CARD: card(facts), **texts}
+    content = {"vlmcompress": __version__, **facts, "files": sorted([*files, WEIGHTS])}
+    files[FACTS] = folders.dump(content)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

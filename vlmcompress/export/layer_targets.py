@@ -163,7 +163,7 @@ def misnamed(
         stored = disk.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         for alias in dict.fromkeys((name, stored, spec.engine_name(name))):
             quantized = reader.quantizes(config, alias)
-            if quantized != (scheme is not None):
+            if quantized is not None and quantized != (scheme is not None):
                 wrong.append((alias, scheme or "unquantized", "quantized" if quantized else None))
     return wrong
 

@@ -74,6 +74,7 @@ class CalibrationData(TypedDict):
     sha256: NotRequired[str]
     tokens: NotRequired[dict[str, Count]]
     images: NotRequired[Count]
+    image_hashes: NotRequired[list[str]]  # by which an evaluation finds its own images among them
     text: NotRequired[_Text | None]
     seed: NotRequired[int]
     prefix: NotRequired[str | None]

@@ -1,7 +1,8 @@
 """A quantized checkpoint, ours or another tool's, read layer by layer: codes and scales as stored.
 
 The format is found in config.json's `quantization_config`, or in the separate file of some tools. Before any tensor is read,
-all tensors of quantized layers must exist in the shapes of their schemes, and all others must belong to the model.
+all tensors of quantized layers must exist in the shapes of their schemes, and all others must belong to the model and be
+floats: codes without scales are no weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmcompress import models
@@ -22,7 +24,7 @@ from vlmcompress.export.formats import Reader
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.write import Quantized
 from vlmcompress.models import FloatType, ModelSpec
-from vlmcompress.numerics import Scheme
+from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
@@ -30,6 +32,8 @@ from vlmcompress.utils.tensor_headers import FLOATS, Entry, Spec
 
 _OPTIONAL = "g_idx"  # some writers omit it if inputs are in order
 _SCALES = ("scales", "weight_scale")
+_FACTORS = (*_SCALES, "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale")
+_NUMBERS = (*FLOATS, "F64")
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
@@ -87,6 +91,11 @@ class Stored(Mapping[str, Quantized]):
         """
         config = models.read_config(path)
         block = models.quantization_block(path, config)
+        if not block and (comfy := [name for name in models.stored_tensors(path) if name.endswith(".scale_weight")]):
+            raise UserError(
+                f"'{comfy[0]}' is a scale as ComfyUI writes them, and {path / 'config.json'} says nothing of FP8; add "
+                '"quantization_config": {"quant_method": "fp8"} to it'
+            )
         if not block:
             raise UserError(f"{path} is not quantized; quantize it (--scheme none keeps its weights)")
         if not isinstance(block, dict):
@@ -125,6 +134,11 @@ class Stored(Mapping[str, Quantized]):
         state, specs = meta_model.state_dict(keep_vars=True), {entry.name: entry.spec for entry in entries}
         packed = {f"{layer}.weight" for layer in layers}
         for memory, disk in names.items():
+            if memory not in packed and state[memory].is_floating_point() and specs[disk].dtype not in _NUMBERS:
+                raise UserError(
+                    f"tensor '{disk}' has codes ({specs[disk].dtype}) without scales, so its weights are unknown; "
+                    "download the checkpoint again"
+                )
             if memory not in packed and math.prod(specs[disk].shape) != math.prod(state[memory].shape):
                 shapes = f"{list(specs[disk].shape)} on disk, {list(state[memory].shape)} in the model"
                 raise UserError(f"tensor '{disk}' has shape {shapes}; config.json and weights do not match")
@@ -177,11 +191,49 @@ class Stored(Mapping[str, Quantized]):
             weight, input_scale = self.reader.read(tensors, layer.scheme, layer.shape)
         except UserError as error:
             raise UserError(f"{layer.prefix}*: {error}") from error
-        if not weight.scale.float().isfinite().all():
-            raise UserError(f"{layer.prefix}* has a scale that is NaN or infinite; download the checkpoint again")
+        self._check_scales(layer, weight, input_scale)
         if self.scale_dtype and weight.scale.dtype.itemsize > 1:
             weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
         return weight, layer.scheme, input_scale
+
+    def check_scales(self) -> None:
+        """Raise `UserError` for a layer with a scale that makes its weights wrong. Codes are read only under a scale of 0."""
+        for name, layer in self.layers.items():
+            for local in _FACTORS:
+                if entry := layer.entries.get(local):
+                    value = tensor_files.read_tensor(entry).float()
+                    if entry.spec.dtype == "U8":  # exponents; 255 is NaN
+                        right = value < 255
+                    elif layer.scheme.weights.kind == "int":
+                        right = value.isfinite() & (value != 0)
+                    else:
+                        right = value.isfinite() & (value >= 0 if entry.spec.dtype not in FLOATS else value > 0)
+                    if not right.all():
+                        self[name]
+
+    def _check_scales(self, layer: StoredLayer, weight: QTensor, input_scale: Tensor | None) -> None:
+        """Raise `UserError` for scales that are NaN or infinite; 0 over other codes than 0; or negative where codes are floats;
+        and for codes that are NaN.
+
+        Of integers, auto-round writes negative scales. In NVFP4 a small group's scale may round to 0.
+        """
+        step, globally = weight.step.float(), weight.global_scale
+        if not step.isfinite().all() or globally is not None and not globally.isfinite().all():
+            problem = "NaN or infinite"
+        elif weight.q.is_floating_point() and not tensor_files.all_finite(weight.q):
+            problem = "over codes that are NaN"
+        elif weight.format.kind == "float" and bool((step < 0).any()):
+            problem = "negative"
+        elif input_scale is not None and not bool((input_scale.isfinite() & (input_scale > 0)).all()):
+            problem = "of inputs and not positive"
+        elif not (weight.format.nvfp4 or weight.format.mx) and bool((step == 0).any()):
+            units = replace(weight, scale=(step == 0).float())
+            problem = "0 over codes that are not" if units.dequantize(torch.float32).any() else ""
+        else:
+            problem = ""
+        if problem:
+            name = next(layer.entries[local].name for local in _SCALES if local in layer.entries)
+            raise UserError(f"{layer.prefix}*: a scale in '{name}' is {problem}; download the checkpoint again")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)

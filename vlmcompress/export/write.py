@@ -364,8 +364,9 @@ def write_weights(
 
     @functools.lru_cache(maxsize=1)
     def layer_tensors(module: str) -> dict[str, Tensor]:
+        layer = quantized[module]  # its own errors name the layer
         try:
-            return exporter.tensors(*quantized[module])
+            return exporter.tensors(*layer)
         except UserError as error:
             raise UserError(f"{module}: {error}") from error
 

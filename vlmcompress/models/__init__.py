@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         load_processor,
         open_model,
         quiet_transformers,
+        unused_text,
     )
     from vlmcompress.models._modules import (
         attentions,

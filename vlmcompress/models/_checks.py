@@ -1,7 +1,8 @@
-"""Refuse a model by its config files: sizes out of bounds, unknown model types, contradicting model types.
+"""Refuse a model by its config files: numbers out of bounds, unknown model types, contradicting model types.
 
-A config is a few bytes that determine the size of modules, tables and images; one with 10^12 layers would keep a machine busy
-for days. So sizes are checked before anything is built. The bounds are several times the sizes of the largest models.
+One changed number must not take the machine's memory: 10^9 additional image tokens of a processor are a prompt of 20 GB. So a
+number that sizes modules, images or prompts has a bound, several times that of the largest models. Widths need none: modules
+are built without weights, and compared with the weight files.
 
 For an unknown model type the message says whether transformers and vLLM support it, and what to do. Neither is imported for
 that: their lists of model types and architectures are read as text, vLLM's if it is installed.
@@ -10,9 +11,8 @@ that: their lists of model types and architectures are read as text, vLLM's if i
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,81 +24,45 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 
 VISION_KEYS = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")
 REDUCED = "Vlmcompress"  # before the architecture of a checkpoint with a reducer
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-ANY = 10**11
-"""Bound of integers whose key is not in `_BOUNDS`."""
-
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+OTHER_CONFIG = "one of the two is of another model: restore config.json from where the weights are from"
+Bounds = tuple[tuple[re.Pattern[str], int], ...]
 _CONFIG_LISTS = ("auto_mappings", "configuration_auto")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
-_BOUNDS: dict[int, tuple[str, ...]] = {
-    1 << 10: _LAYERS,
-    1 << 12: (
-        *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads"),
-        *("patch_size", "spatial_patch_size", "temporal_patch_size", "encoder_patch_size", "tubelet_size"),
-        *("merge_size", "spatial_merge_size", "scale_factor", "downsample_factor", "min_tiles", "max_tiles"),
-        *("num_channels", "in_channels", "in_chans", "min_patches", "max_patches", "conv_L_cache"),
-    ),
-    1 << 14: (
-        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-        "top_k_experts",
-        *("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "tile_size"),
-        *("image_size", "height", "width", "max_image_size", "crop_size"),
-    ),
-    1 << 18: (
-        *("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "projection_dim", "out_hidden_size"),
-        *("vision_output_size", "projector_hidden_size", "block_dim", "conv_dim", "conv_dim_out", "mm_hidden_size"),
-        *("image_seq_length", "image_seq_len", "mm_tokens_per_image", "max_image_tokens", "min_image_tokens"),
-    ),
-    1 << 20: ("intermediate_size", "moe_intermediate_size", "ffn_dim", "block_ff_dim", "mlp_dim", "num_patches"),
-    1 << 24: ("vocab_size", "type_vocab_size", "num_position_embeddings", "max_num_patches"),
-    1 << 28: ("max_position_embeddings", "shortest_edge", "longest_edge", "min_pixels", "max_pixels", "sliding_window"),
-}
-LARGEST = {key: bound for bound, keys in _BOUNDS.items() for key in keys}
-"""Key -> bound of all numbers in its value, which may be a number, a list or a mapping."""
+_LAYERS = re.compile("^(n|num|num_hidden|encoder|decoder)_layers?$|^depth$")
+_MODULES = ((_LAYERS, 1 << 10), (re.compile("experts$"), 1 << 14))
+"""Pattern of keys -> bound of config.json's numbers of modules, which are built one by one."""
+_IMAGES = (
+    (re.compile("pixels|edge|length|position|_id$"), 1 << 28),
+    (re.compile("height|width|size|factor|patches|frames|channels|tiles"), 1 << 14),
+    (re.compile(""), 1 << 20),
+)
+"""Pattern of keys -> bound of a processor's whole numbers, which size images and prompts; the first that fits counts."""
 
 
-def check_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Raise `UserError` for a size above its bound anywhere in `content`, the JSON object of `file`."""
+def check_sizes(content: Mapping[str, Any], file: Path, bounds: Bounds = _MODULES) -> None:
+    """Raise `UserError` for a whole number out of bounds in `content`, the JSON object of `file`: above that of its key, or
+    below -1, which often stands for "none"."""
     for where, key, value in _numbers(content):
-        bound = LARGEST.get(key, ANY if isinstance(value, int) else math.inf)
-        if abs(value) > bound or math.isnan(value):
-            names = (
-                f"a number of {len(str(value))} digits" if isinstance(value, int) and value > ANY**2 else f"{value:,}"
-            )
-            raise UserError(
-                f"{file}: {where} is {names}, more than the {bound:,} that are possible here; restore it from the source"
-            )
+        bound = next((bound for pattern, bound in bounds if pattern.search(key)), None)
+        if bound is None or not isinstance(value, int) or -1 <= value <= bound:
+            continue
+        number = f"{value:,}" if abs(value) < 10**30 else f"a number of {len(str(value))} digits"
+        side = f"more than the {bound:,} that are" if value > bound else "less than is"
+        raise UserError(f"{file}: {where} is {number}, {side} possible here; restore it from the source")
 
 
 def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
     """Raise `UserError` for a config.json with more layers than the weight files have tensors."""
     for where, key, value in _numbers(config):
-        if key in _LAYERS and value > tensors:
+        if _LAYERS.search(key) and value > tensors:
             raise UserError(
-                f"{file}: {where} is {value:,}, and the weight files hold {tensors:,} tensors; config and weights do not "
-                "belong together"
+                f"{file}: {where} is {value:,}, and the weight files hold {tensors:,} tensors; {OTHER_CONFIG}"
             )
 
 
-def check_total(weights: int, headers: Iterable[Mapping[str, Any]], quantized: bool, file: Path) -> None:
-    """Raise `UserError` for a config.json that implies far more weights than the files hold.
-
-    Args:
-        weights: number of weights according to config.json.
-        headers: `{"dtype", "shape"}` of each tensor.
-        quantized: whether a stored number may pack several weights, such as 16 weights of 2 bits in 32 bits.
-    """
-    stored = sum(math.prod(entry["shape"]) for entry in headers)
-    if weights > stored * (16 if quantized else 2):
-        raise UserError(
-            f"{file} asks for {weights:,} weights, and the weight files hold {stored:,}; config and weights do not belong "
-            "together"
-        )
-
-
 def check_processor(folder: Path) -> None:
-    """Raise `UserError` for sizes above their bounds in the image processor's files."""
+    """Raise `UserError` for numbers out of bounds in the processor's files (`_IMAGES`)."""
     for file in (folder / name for name in PROCESSOR_FILES):
         if not file.exists():
             continue
@@ -107,15 +71,14 @@ def check_processor(folder: Path) -> None:
         except (OSError, ValueError) as error:
             raise UserError(f"{file} is not readable JSON ({error}); copy it from the source") from error
         if isinstance(content, Mapping):
-            check_sizes(content, file)
+            check_sizes(content, file, _IMAGES)
 
 
 def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
-    """Yield (dotted path, key, value) of every number. In a list, or below a key without a bound, `key` is the outer key."""
+    """Yield (dotted path, key, value) of every number; of one in a list, `key` is the list's."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
-            inner_key = inner if inner in LARGEST or not isinstance(item, int | float) or key not in LARGEST else key
-            yield from _numbers(item, f"{where}.{inner}" if where else str(inner), inner_key)
+            yield from _numbers(item, f"{where}.{inner}" if where else str(inner), str(inner))
     elif isinstance(value, list):
         for item in value:
             yield from _numbers(item, where, key)

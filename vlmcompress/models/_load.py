@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,25 +31,37 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._checks import check_processor, check_total
+from vlmcompress.models._checks import OTHER_CONFIG, check_processor
 from vlmcompress.models._modules import decoder_blocks, draft_specs
-from vlmcompress.models._names import COMPUTED, disk_names, flattened, tied_names, unfound, written_names
+from vlmcompress.models._names import (
+    COMPUTED,
+    disk_names,
+    flattened,
+    tied_names,
+    unfound,
+    unused_tensors,
+    written_names,
+)
 from vlmcompress.models._read import (
     check_type,
     mixture,
     read_config,
+    read_json,
     refuse_quantized,
     spec_for,
     stored_tensors,
     tensor_headers,
 )
 from vlmcompress.models._spec import Group, ModelSpec
-from vlmcompress.models._template import endless
 from vlmcompress.models._types import Choice, FloatType
 from vlmcompress.utils import tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import error_text, foreign_errors
-from vlmcompress.utils.tensor_headers import Entry, Spec
+from vlmcompress.utils.model_folder import ADAPTER_WEIGHTS, INDEX
+from vlmcompress.utils.tensor_headers import Entry, Spec, read_entries
+
+_LIMITS = ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of")
+"""Settings of a tokenizer that shorten or lengthen what it encodes."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +93,6 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
             _experts.split_experts(meta_model, spec)
     except Exception as error:  # a wrong value in a config can raise anything
         raise UserError(f"{file} is not a valid config ({error_text(error)}); restore it from the source") from error
-    if weights:
-        parameters = sum(parameter.numel() for parameter in meta_model.parameters())
-        check_total(parameters, tensor_headers(path).values(), bool(content.get("quantization_config")), file)
     return meta_model
 
 
@@ -116,7 +125,7 @@ def load(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
         )
     meta_model = build_meta_model(path)
-    names = disk_names(meta_model, tensor_headers(path))
+    names, _ = _names(path, meta_model)
     check_shapes(path, meta_model, names)
     _check_head(path, meta_model, names)
     with quiet_transformers():
@@ -125,7 +134,7 @@ def load(
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{path} does not load ({error_text(error)}); restore it from the source") from error
         processor = load_processor(path, trust_remote_code)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
             raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
@@ -163,8 +172,10 @@ def open_model(
     if dtype in (None, "auto"):
         weights = [entry.spec for name, entry in stored.items() if "scale" not in name.rpartition(".")[2]]
         dtype = FloatType.of(content, weights).dtype
-    if (path / "generation_config.json").is_file():
-        with contextlib.suppress(OSError):  # unreadable: keep the config's, as transformers does
+    settings = path / "generation_config.json"
+    if settings.exists():
+        read_json(settings, "generation settings")  # that are no object end transformers with an error of another kind
+        with foreign_errors(f"{settings} is not usable", "; restore it from the source"):
             options["generation_config"] = GenerationConfig.from_pretrained(path, local_files_only=True)
     inside = f".{spec.experts}." if spec else ""
     plain = {name: entry for name, entry in stored.items() if not inside or inside not in name}
@@ -185,7 +196,7 @@ def open_model(
     # where tools that build on transformers look for the files
     model.name_or_path = model.config.name_or_path = str(path)
     if spec and meta_model is not None:
-        names = {key: disk for key, disk in disk_names(meta_model, stored).items() if inside in key}
+        names = {key: disk for key, disk in _names(path, meta_model)[0].items() if inside in key}
         _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})
     return model, info | {"missing_keys": _lacking(info)}
 
@@ -264,7 +275,11 @@ def _stderr_closed() -> Iterator[None]:
 
 
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Load the processor of the model in `path`. Raises UserError if it cannot be loaded or takes no images."""
+    """Load the processor of the model in `path`, which neither truncates nor pads unless it is asked to.
+
+    Raises:
+        UserError: it cannot be loaded, takes no images, or has a setting that is out of bounds.
+    """
     check_processor(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
     with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
@@ -273,17 +288,14 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
     if not isinstance(getattr(processor, "image_token", ""), str):
         raise UserError(f"{path}: the processor's image_token is no text; copy the processor's files from the source")
-    check_template(processor, path)
+    # Tools that calibrate leave their truncation in tokenizer.json, and transformers 5.17 takes it for the processor's own
+    # (`_merge_kwargs` in `processing_utils.py` reads the tokenizer's `init_kwargs`): prompts would lose their end.
+    for key in _LIMITS:
+        processor.tokenizer.init_kwargs.pop(key, None)
+    if (backend := getattr(processor.tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()
+        backend.no_padding()
     return processor
-
-
-def check_template(processor: Any, path: str | Path) -> None:
-    """Raise `UserError` for a chat template that takes too long or too much memory (`_template.endless`)."""
-    for owner in (processor, getattr(processor, "tokenizer", None)):
-        templates = getattr(owner, "chat_template", None)
-        for template in templates.values() if isinstance(templates, dict) else [templates]:
-            if isinstance(template, str) and (why := endless(template)):
-                raise UserError(f"the chat template of {path} is not usable: {why}; restore it from the source")
 
 
 def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
@@ -296,7 +308,7 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
         if shape != tuple(state[memory].shape):
             raise UserError(
                 f"tensor '{disk}' in {path / headers[disk]['file']} has shape {list(shape)}, config.json asks for "
-                f"{list(state[memory].shape)}; config and weights do not belong together"
+                f"{list(state[memory].shape)}; {OTHER_CONFIG}"
             )
         if state[memory].is_floating_point() and not tensor_files.DTYPES[headers[disk]["dtype"]].is_floating_point:
             raise UserError(
@@ -305,18 +317,50 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
             )
 
 
+def _names(path: Path, meta_model: PreTrainedModel) -> tuple[dict[str, str], set[str]]:
+    """`disk_names` of a folder, and its `unused_tensors`. Raises `UserError`, also for a tensor in a weight file that the index
+    does not name."""
+    headers = tensor_headers(path)
+    try:
+        return disk_names(meta_model, headers), set()
+    except UserError:
+        unused = unused_tensors(meta_model, headers)
+    try:
+        return disk_names(meta_model, headers, unused), unused
+    except UserError:
+        used = {ADAPTER_WEIGHTS, *(entry["file"] for entry in headers.values())}
+        others = [file for file in sorted(path.glob("*.safetensors")) if file.name not in used]
+        unnamed = {entry.name: file.name for file in others for entry in read_entries(file)}
+        try:
+            disk_names(meta_model, {**headers, **unnamed}, unused)
+        except UserError:
+            unnamed = {}
+        if not unnamed:
+            raise
+    first, file = next(iter(unnamed.items()))
+    raise UserError(
+        f"{path / INDEX} does not name {len(unnamed)} tensors of the model, first '{first}' in {file}; add them to its "
+        "weight_map"
+    )
+
+
 def _check_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str]) -> None:
     """Raise `UserError` for a tied parameter that is also stored, with different values: transformers 5 uses them
     (`tie_weights` in `modeling_utils.py`), vLLM ignores them."""
+    config = read_config(path)
+    text = config.get("text_config")
     for name, other in tied_names(meta_model).items():
         if name not in names or other not in names:
             continue
         stored = stored_tensors(path)
         values, shared = (tensor_files.map_tensors({key: stored[names[key]]})[key] for key in (name, other))
         if not torch.equal(values, shared.to(values)):
+            tie = "tie_word_embeddings"
+            said = any(tie in part for part in (config, text) if isinstance(part, Mapping))
             raise UserError(
-                f"{path}: config.json has tie_word_embeddings, but '{names[name]}' is not '{names[other]}': transformers would "
-                "take it and vLLM would not; set tie_word_embeddings to false, at the top and in text_config, or remove it"
+                f"{path}: config.json {'has' if said else 'lacks'} {tie}, {'' if said else 'which is true by default, '}but "
+                f"'{names[name]}' is not '{names[other]}': transformers would take it and vLLM would not; set {tie} to false, "
+                f"at the top and in text_config, or remove the tensor"
             )
 
 
@@ -353,6 +397,7 @@ class Source:
         headers: whether `stored` is what the weight files hold; otherwise it is what they would hold.
         copies: name of a tensor that is not on disk -> that of the tensor whose value it has.
         choice: the type of floating tensors that is asked for (`FloatType.of`).
+        unused: names on disk of tensors that the model's class does not have (`unused_tensors`), which are left out.
     """
 
     path: Path
@@ -364,6 +409,7 @@ class Source:
     headers: bool = True
     copies: Mapping[str, str] = field(default_factory=dict)
     choice: Choice = "auto"
+    unused: Collection[str] = ()
 
     @staticmethod
     def of(path: Path) -> Source:
@@ -371,10 +417,11 @@ class Source:
         config = read_config(path)
         spec = spec_for(config)
         model, headers = build_meta_model(path), tensor_headers(path)
-        names = disk_names(model, headers)
+        names, unused = _names(path, model)
         _check_head(path, model, names)
-        stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in headers.items()}
-        return Source(path, config, spec, model, stored, names)
+        kept = {name: header for name, header in headers.items() if name not in unused}
+        stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in kept.items()}
+        return Source(path, config, spec, model, stored, names, unused=unused)
 
     @staticmethod
     def outline(path: Path) -> Source:
@@ -432,6 +479,14 @@ class Source:
     def weights(self, group: Group) -> list[Spec]:
         """Type and shape on disk of each weight of a group."""
         return [self.stored[self.names[f"{name}.weight"]] for name in group.linears]
+
+
+def unused_text(source: Source) -> list[str]:
+    """At most one message, about stored tensors that are left out."""
+    if not source.unused:
+        return []
+    what = f"{len(source.unused)} tensors are of no part of {type(source.meta_model).__name__}, first '{min(source.unused)}'"
+    return [f"{what}; they are left out, and engines may refuse the original for them"]
 
 
 def cast_text(source: Source) -> list[str]:

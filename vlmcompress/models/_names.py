@@ -7,13 +7,14 @@ correct for hub names, for names saved by transformers 5, and for those of later
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from vlmcompress.models._checks import OTHER_CONFIG
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils.errors import UserError
 
@@ -31,17 +32,20 @@ _WRAPPERS = {
     "base_model.model": "PEFT",
 }
 """Prefix that training libraries add to all names -> these libraries."""
+_COMFY_UI = frozenset({"scale_weight", "scale_input", "scaled_fp8"})
+_DECODER = re.compile(r"(model|transformer|language_model)\.(layers|h|blocks|embed_tokens|wte)\.")
 _TOWERS = ("model.visual.", "model.vision_tower.", "model.vision_model.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NESTED, _NESTED_TOWER = re.compile(r"^model\.(language_model\.){2,}"), re.compile(r"^model\.language_model\.visual\.")
 
 
-def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str, str]:
+def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str], unused: Collection[str] = ()) -> dict[str, str]:
     """Map the memory name of each parameter and buffer to its name in the checkpoint.
 
     Args:
         model: the model, or its meta model.
         disk_tensors: tensor names of the checkpoint.
+        unused: those of them that are left out (`unused_tensors`).
 
     A tied tensor (lm_head sharing the embedding) that is not in the checkpoint has no entry. Raises `UserError` if a
     checkpoint tensor is not in the model, if two map to the same one, if a tensor is missing, or if transformers would merge
@@ -49,29 +53,46 @@ def disk_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[str,
     """
     state = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
-    for disk, memory in memory_names(model, disk_tensors).items():
+    for disk, memory in memory_names(model, [name for name in disk_tensors if name not in unused]).items():
         if memory not in state:
             if _ignored(model, memory):
                 continue
-            if memory.rpartition(".")[2] in _QUANTIZED:
-                raise UserError(
-                    f"checkpoint tensor '{disk}' is of a quantized layer, and config.json has no quantization_config of it; "
-                    "restore config.json, or give the 16-bit original"
-                )
             where = f"in {type(model).__name__} (looked for '{memory}')"
-            raise UserError(f"checkpoint tensor '{disk}' has no place {where}; {_why_unplaced(disk)}")
+            reason = _cause_by_name(disk) or _why_unplaced(model, memory)
+            raise UserError(f"checkpoint tensor '{disk}' has no place {where}; {reason}")
         if memory in names:
             raise UserError(f"checkpoint tensors '{names[memory]}' and '{disk}' are both '{memory}'; remove one")
         names[memory] = disk
     missing = [name for name in state if not (name in names or name in tied_names(model) or name.endswith(COMPUTED))]
     if missing:
-        raise UserError(_why_missing(model, missing))
+        raise UserError(_why_missing(model, missing, unused))
     return names
 
 
-def _why_unplaced(disk: str) -> str:
-    """The likely reason, judged by its name, why the model has no such tensor, and what to do."""
+def unused_tensors(model: PreTrainedModel, disk_tensors: Iterable[str]) -> set[str]:
+    """The tensors of a checkpoint that are of modules next to the model's, such as the value head of a reward model."""
+    return {disk for disk, memory in memory_names(model, disk_tensors).items() if _is_unused(model, disk, memory)}
+
+
+def _is_unused(model: PreTrainedModel, disk: str, memory: str) -> bool:
+    """Whether a tensor is of a module at the top of the model, or of its core, that the model's class does not have."""
+    owner: nn.Module = model
+    first, _, rest = memory.partition(".")
+    if first == model.base_model_prefix and hasattr(model, first):
+        owner, first = getattr(model, first), rest.partition(".")[0]
+    return not (hasattr(owner, first) or _ignored(model, memory) or _cause_by_name(disk))
+
+
+def _cause_by_name(disk: str) -> str | None:
+    """The reason, judged by its name, why a model has no such tensor, and what to do; None if the name tells none."""
     parts = disk.split(".")
+    if parts[-1] in _COMFY_UI:
+        return "it is of ComfyUI's scaled FP8, which vLLM and transformers do not read; give the 16-bit original"
+    if parts[-1] in _QUANTIZED:
+        return (
+            "it is of a quantized layer, and config.json has no quantization_config of it; restore config.json, or give the "
+            "16-bit original"
+        )
     if any(part.startswith(("lora_", "base_layer", "modules_to_save")) for part in parts):
         return "it is of a model with a PEFT adapter that is not merged; save the merged one (merge_and_unload)"
     for part, wrapper in _WRAPPERS.items():
@@ -79,11 +100,37 @@ def _why_unplaced(disk: str) -> str:
             return (
                 f"'{part}.' is put into names by {wrapper}; save the model that it wraps, or take it out of all names"
             )
-    return "config.json and weights do not belong together"
+    return None
 
 
-def _why_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """The message for a checkpoint without some of the model's tensors; `missing`: their memory names."""
+def _why_unplaced(model: PreTrainedModel, memory: str) -> str:
+    """Why a part of the model has no tensor of this memory name, and what to do."""
+    for match in re.finditer(r"\.(\d+)\.", memory):
+        path = memory[: match.start()]
+        blocks = dict(model.named_modules()).get(path)
+        if isinstance(blocks, nn.ModuleList) and int(match[1]) >= len(blocks):
+            return f"config.json says {len(blocks)} blocks in '{path}', and the weights have more; {OTHER_CONFIG}"
+    return OTHER_CONFIG
+
+
+def _why_missing(model: PreTrainedModel, missing: Sequence[str], unused: Collection[str]) -> str:
+    """The message for a checkpoint without some of the model's tensors.
+
+    Args:
+        missing: memory names of these tensors.
+        unused: names on disk of the tensors that the model does not have.
+    """
+    if unused:
+        example = f"first '{min(unused)}'"
+        if any(_DECODER.match(name) for name in unused):
+            return (
+                f"checkpoint holds a language model alone ({example}), and config.json is of {type(model).__name__}; give the "
+                "whole vision-language model (llm-compressor quantizes language models)"
+            )
+        return (
+            f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}', and has {len(unused)} "
+            f"others, {example}; {OTHER_CONFIG}"
+        )
     if [name.rpartition(".")[0] for name in missing] == ["lm_head"]:
         where = ""
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):

@@ -194,8 +194,14 @@ def stored_tensors(path: str | Path) -> dict[str, Entry]:
 
 
 def asides(path: str | Path) -> list[str]:
-    """Messages about weights in a model's folder that are not part of the model."""
+    """Messages about what a model's folder holds and is not applied: weights of something else, a tokenizer's limits."""
     path, lines = Path(path), []
+    tokenizer = path / "tokenizer.json"
+    for key in ("truncation", "padding") if tokenizer.is_file() else ():
+        if read_json(tokenizer, "tokenizer").get(key):
+            lines.append(
+                f"tokenizer.json has another tool's {key}, which is not applied here; engines may apply it: set {key} to null"
+            )
     if model_folder.adapter_left(path):
         lines.append(
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} lie next to the whole model and are not applied; if they are not merged "

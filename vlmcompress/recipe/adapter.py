@@ -91,6 +91,15 @@ def _inline_template(folder: Path) -> bytes | None:
     return template.encode() if isinstance(template, str) else None
 
 
+def other_base(model: Path, folder: Path) -> str | None:
+    """The base that the adapter names, if its folder or the last part of its name is not that of `model`; else None."""
+    name = read_adapter_config(folder).get(_NAME)
+    if not isinstance(name, str) or not name or Path(name).resolve() == model.resolve():
+        return None
+    here = hub.display_path(model).partition("@")[0]
+    return None if Path(name).name.lower() == Path(here).name.lower() else name
+
+
 def base_of(folder: Path) -> str:
     """The name of the adapter's base: an existing folder, or an id on the Hub. Raises `UserError` otherwise."""
     name = read_adapter_config(folder).get(_NAME)

@@ -55,7 +55,8 @@ def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool
     """Raise for an OUT that cannot or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
-        mark: name of a file that identifies our folders; only a folder that contains it is replaced.
+        mark: name of a JSON file that identifies our folders; only a folder that contains it is replaced, and if it lists
+            `files`, only one without others.
         look: only check, and do not clean up after killed runs.
 
     Raises:
@@ -72,9 +73,26 @@ def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool
                 raise UserError(f"output {out} exists and is not a folder; choose another one")
             if any(out.iterdir()) and not (out / mark).is_file():
                 raise UserError(f"output {out} has no {mark}, so it is not ours to overwrite; choose another folder")
+            if others := _unlisted(out, mark):
+                names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+                raise UserError(
+                    f"output {out} has files that are not in {mark}: {names}; move them, or choose another folder"
+                )
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
+
+
+def _unlisted(folder: Path, mark: str) -> list[str]:
+    """Files and links in a folder of ours that its `mark` does not list, without what killed runs left; empty if it lists
+    none."""
+    try:
+        listed = json.loads((folder / mark).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    within = [path for path in sorted(folder.rglob("*")) if not path.is_dir() or path.is_symlink()]
+    names = {path: path.relative_to(folder).as_posix() for path in within if not is_leftover(path)}
+    return [name for name in names.values() if name != mark and name not in listed]
 
 
 def check_apart(source: Path, out: Path, what: str) -> None:

@@ -43,7 +43,9 @@ _CACHED = re.compile(
     r"(models|datasets)--(?P<id>[\w.-]+?--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<rest>.+))?$"
 )
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*")
-_NO_TABLES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files of a data set that `datasets` saved: one of them is in its folder."""
+_NO_TABLES = ("dataset_infos.json", *SAVED, "state.json")
 _LARGEST_HEADER = 100_000_000  # bytes, the same limit as in safetensors
 _TIMEOUT = 30.0  # seconds for a request about a repository
 _offline_by_default = False  # whether OFFLINE is set by `offline_except_ids` and not by the user

@@ -81,7 +81,8 @@ def plugins() -> list[str]:
 def files(kind: str) -> list[Path]:
     """Test files of a kind."""
     sys.path.insert(0, str(ROOT))
-    from tests.conftest import has_engine, reaches
+    from tests.conftest import has_engine
+    from tests.kit.imports import reaches
 
     every = sorted((ROOT / "tests").glob("**/test_*.py"))
     if kind == "engines":

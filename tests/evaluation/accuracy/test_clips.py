@@ -1,20 +1,17 @@
-"""The suites `clips` and `mvbench`, from end to end: engines get what is drawn, or cut from a film; answers are read."""
+"""The suite `clips`, from end to end: engines get what is drawn; answers are read."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.kit.echo import Echo, checkpoint, picture, question
-from tests.kit.pictures import film
+from tests.kit.echo import Echo, checkpoint
 from vlmcompress.engines import Request
 from vlmcompress.evaluation.accuracy import clips
 from vlmcompress.evaluation.accuracy.ask import ask_suite
 from vlmcompress.evaluation.accuracy.tasks import load_suite
-from vlmcompress.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -67,45 +64,3 @@ def test_clips_are_asked(tmp_path: Path) -> None:
 def split(request: Request) -> tuple[str, int]:
     family, _, number = request.id.partition("-")
     return family, int(number)
-
-
-def test_mvbench(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of 40 frames at 8 a second the seconds 2 to 4 are asked about; of a folder of frames all; absent folders are left out."""
-    model, data = checkpoint(tmp_path / "model"), tmp_path / "data"
-    for folder in ("json", "video/star/Charades_v1_480", "video/tvqa/frames_fps3_hq/clip_7"):
-        (data / folder).mkdir(parents=True)
-    film(data / "video/star/Charades_v1_480/A.mp4", 40)
-    for number in range(20):
-        picture(data / "video/tvqa/frames_fps3_hq/clip_7", f"{number + 1:05d}.jpg", f"#{number * 10:02x}0000")
-    row = {"question": "What happened?", "candidates": ["He ran.", "He sat.", "He left."], "answer": "He sat."}
-    for task in (*clips.MVBENCH["star/Charades_v1_480"], "episodic_reasoning"):
-        video = {"video": "clip_7"} if task == "episodic_reasoning" else {"video": "A.mp4", "start": 2.0, "end": 4.0}
-        (data / "json" / f"{task}.json").write_text(json.dumps([row | video]))
-    suite = load_suite("mvbench", data, candidate=model, baseline=model)
-    engine = Echo(lambda request: "(B) He sat." if request.id.startswith("action") else "none")
-    samples = ask_suite(model, suite, engine).samples
-    assert {sample.id: (sample.score, sample.parsed) for sample in samples} == {
-        "action_sequence-000": (1.0, True),
-        "action_prediction-000": (1.0, True),
-        "object_interaction-000": (0.0, False),
-        "episodic_reasoning-000": (0.0, False),
-    }
-    assert question(engine.asked[0]).endswith(
-        "\nOptions:\n(A) He ran.\n(B) He sat.\n(C) He left.\nOnly give the best option."
-    )
-    assert "lacks ssv2_video, " in capsys.readouterr().err
-    rows = {row["id"]: row for row in clips.load_mvbench(name="mvbench", data=str(data))["test"]}
-    cut, all_frames = (
-        np.stack([np.asarray(frame) for frame in clips.mvbench_video(rows[name])[0].source])
-        for name in ("action_sequence-000", "episodic_reasoning-000")
-    )
-    assert (cut[:, 0, -1, 0] - 20) / 5 == pytest.approx(np.arange(16, 32), abs=1)
-    assert all_frames[:, 3, 4, 0] / 10 == pytest.approx((np.arange(16) + 0.5) * 19 / 16, abs=1.1)
-    (data / "video/star/Charades_v1_480/A.mp4").write_bytes(b"broken")
-    with pytest.raises(UserError, match="sample 'action_sequence-000': video .*A.mp4' cannot be decoded"):
-        ask_suite(model, suite, engine)
-    (data / "video/star/Charades_v1_480/A.mp4").unlink()
-    with pytest.raises(UserError, match=r"3 videos are missing, e.g. .*A.mp4; unpack"):
-        load_suite("mvbench", data, candidate=model, baseline=model)
-    with pytest.raises(UserError, match="it has none of MVBench's videos"):
-        load_suite("mvbench", data / "json", candidate=model, baseline=model)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import pytest
 
-from tests.kit.echo import Echo, checkpoint, question, write_rows
+from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.free_answers import RULES, check_score
@@ -42,6 +43,63 @@ from vlmcompress.utils.errors import UserError
 )
 def test_rules(answer: str, expected: str, right: set[str]) -> None:
     assert {name for name in ("exact", "normalized", "contains") if RULES[name][0](answer, expected)} == right
+
+
+EQUAL = [  # a pair by `normalized` in each script: case, Unicode's forms, full stops, digits
+    ("CAFE\u0301!", "café"),
+    ("Αθήνα.", "ΑΘΉΝΑ"),
+    ("Москва\u0301,", "москва\u0301"),
+    ("\u200fالقاهرة۔", "القاهرة"),
+    ("«שלום»", "שלום"),
+    ("दिल्ली।", "दिल्ली"),
+    ("९", "9"),
+    ("กรุงเทพ!", "กรุงเทพ"),
+    ("红色。", "红色"),
+    ("か\u3099ん", "がん"),
+    ("한국", unicodedata.normalize("NFD", "한국")),
+    ("\u22125", "-5"),
+    ("-$5", "-5"),
+    ("5", "+5"),
+]
+UNEQUAL = [  # neither by `normalized` nor by `contains`
+    ("pêche", "péché"),
+    ("νόμος", "νομός"),
+    ("мой", "мои"),
+    ("عَلَم", "عِلْم"),
+    ("עִם", "עַם"),
+    ("यह मूल है", "मिल"),
+    ("กัน", "กิน"),
+    ("ก่า", "กา"),
+    ("ปลี", "ปล"),
+    ("这里有15个人", "5个"),
+    ("ハハ", "パパ"),
+    ("안경", "안개"),
+    ("-5", "5"),
+    ("It is 5.", "-5"),
+    ("\u22125 °C", "5"),
+    ("-5度", "5度"),
+]
+FOUND = [
+    ("这里有5个人", "5"),
+    ("คำตอบคือกิน", "กิน"),
+    ("빨간색입니다", "빨간색"),
+    ("उत्तर मिल है", "मिल"),
+    ("It is -5.", "-5"),
+]
+
+
+def test_answers_in_many_scripts() -> None:
+    """Words differ by vowel signs, accents and points, and numbers by their sign; neither by Unicode's form."""
+    by_normalized, by_contains = RULES["normalized"][0], RULES["contains"][0]
+    for answer, expected in EQUAL:
+        assert by_normalized(answer, expected) and by_contains(answer, expected), (answer, expected)
+    for answer, expected in UNEQUAL:
+        assert not by_normalized(answer, expected) and not by_contains(answer, expected), (answer, expected)
+    for answer, expected in FOUND:
+        assert by_contains(answer, expected), (answer, expected)
+    for name in ("exact", "normalized", "contains", "anls"):
+        assert RULES[name][0]("café", unicodedata.normalize("NFD", "café")) == 1
+    assert RULES["exact"][0]("红色。", "红色") and not RULES["exact"][0]("-5", "5")
 
 
 QUESTIONS = [("red", "red"), ("blue", "blue"), ("how many", "3"), ("sign", "way out")] * 30
@@ -104,6 +162,16 @@ def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
     assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in accuracy_tables(Findings(auto))
 
 
+def test_a_baseline_in_doubt_is_named_with_the_verdict(tmp_path: Path) -> None:
+    """A quarter right, and a quarter without any text: the remedy is in the prompt or the score, not in the candidate."""
+    results = compared(tmp_path, lambda text: {"red": "red", "blue": ""}.get(text, "?"), score="exact")
+    (line,) = Findings(results).headline
+    assert line.endswith(
+        "The verdict means little, as the baseline itself scores 25.0% and gives no answer to 25.0% of the samples: "
+        "check the prompt or --score."
+    )
+
+
 def test_an_earlier_reports_answers_are_scored_anew(tmp_path: Path) -> None:
     """The baseline may be a report; its answers get the named score, too."""
     from vlmcompress.evaluation.report.files import write_report
@@ -152,10 +220,15 @@ def test_wrong_scores_are_refused_before_anything_is_asked(name: str, message: s
 
 def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model")
-    data = write_rows(tmp_path / "test.jsonl", {"question": "q", "answer": "#### 4"})
+    data = write_rows(
+        tmp_path / "test.jsonl",
+        {"image": picture(tmp_path, "a.png"), "query": "q", "label": ["4"], "human_or_machine": 0},
+    )
     engine = Echo(question)
-    with pytest.raises(UserError, match="is for your own data; suite gsm8k has a score"):
-        evaluate(tmp_path / "model", tmp_path / "model", ["gsm8k"], data, EvalOptions(engine, engine, score="contains"))
+    with pytest.raises(UserError, match="is for your own data; suite chartqa has a score"):
+        evaluate(
+            tmp_path / "model", tmp_path / "model", ["chartqa"], data, EvalOptions(engine, engine, score="contains")
+        )
     assert not engine.asked
 
 

@@ -171,6 +171,9 @@ def test_max_drop() -> None:
         ("suites: {world: {families: some}}", "suites.world.families should be all, a list of names"),
         ("suites: [world]", r"suites is \['world'\], it should be a valid dictionary"),
         ("about: nothing", "has no rules"),
+        ("size: .inf", "size is inf, it should be a finite number"),
+        ("speed: [{metric: m, at_least: .nan}]", "speed.0.at_least is nan, it should be"),
+        ("suites: {world: {divergence: .inf}}", "suites.world.divergence is inf, it should be a finite number"),
         ("- 1", "holds no mapping"),
     ],
 )
@@ -180,6 +183,15 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         gates.load(file)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_images_of_the_calibration_can_be_forbidden() -> None:
+    gate = gates.GateFile(suites={"*": gates.SuiteRules(calibrated=0.1)})
+    for shared, verdict in ((None, "inconclusive"), (100, "pass"), (101, "fail")):
+        measured = results()
+        suites = [suite.model_copy(update={"calibrated": shared}) for suite in measured.suites]
+        rule = gates.judge(measured.model_copy(update={"suites": suites}), gate).rules[-1]
+        assert (rule.name, rule.verdict) == ("world: images of the calibration", verdict)
 
 
 def test_no_such_gate(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The suite `pages`, from end to end: pages drawn here, the user's and OmniDocBench's, answered by what they show or less."""
+"""The suite `pages`, from end to end: pages drawn here and the user's, answered by what they show or less."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -72,40 +71,3 @@ def test_pages_of_the_user(tmp_path: Path) -> None:
     write_rows(file, {"image": rows[0]["image"], "text": "Wet paint"})
     with pytest.raises(UserError, match="has no column answer"):
         load_suite("pages", file, candidate=model, baseline=model)
-
-
-def test_omnidocbench(tmp_path: Path) -> None:
-    model, data = checkpoint(tmp_path / "model"), tmp_path / "OmniDocBench"
-    (data / "images").mkdir(parents=True)
-    picture(data / "images", "book_1.png")
-    blocks = [
-        {
-            "category_type": "table",
-            "order": 2,
-            "html": "<table><tr><td>a</td><td>b</td></tr></table>",
-            "latex": "a & b",
-        },
-        {"category_type": "title", "order": 1, "text": "On paint", "attribute": {"text_language": "text_en"}},
-        {"category_type": "text_block", "order": 3, "text": "hidden", "ignore": True},
-        {"category_type": "equation_isolated", "order": 4, "latex": "$$a = b$$", "attribute": {"with_span": False}},
-        {"category_type": "page_number", "order": None, "text": "17"},
-        {"category_type": "figure", "order": 5, "poly": [1.0]},
-    ]
-    about = {"image_path": "images/book_1.png", "page_attribute": {"data_source": "book"}}
-    file = data / "OmniDocBench.json"
-    file.write_text(json.dumps([{"layout_dets": blocks, "page_info": about, "extra": {"relation": []}}]))
-    suite = load_suite("omnidocbench", data, candidate=model, baseline=model)
-    engine = Echo(lambda _: "# On paint\n\n| a | b |\n|---|---|\n\n$$a = b$$")
-    (sample,) = ask_suite(model, suite, engine).samples
-    assert (sample.id, sample.family, sample.score) == ("book_1.png", "book", 1.0)
-    assert "to Markdown in reading order" in sample.question and suite.max_tokens == 4096
-    (data / "images" / "book_1.png").unlink()
-    with pytest.raises(UserError, match=r"1 of 1 images are missing, e.g. book_1.png"):
-        load_suite("omnidocbench", data, candidate=model, baseline=model)
-    for content, message in (('[{"page_info": 1}]', "not in the form of"), ("[", "can't be read")):
-        file.write_text(content)
-        with pytest.raises(UserError, match=message):
-            load_suite("omnidocbench", data, candidate=model, baseline=model)
-    file.unlink()
-    with pytest.raises(UserError, match="OmniDocBench.json can't be read"):
-        load_suite("omnidocbench", data, candidate=model, baseline=model)

@@ -199,22 +199,6 @@ def test_yes_or_no(answer: str, said: str | None) -> None:
     assert scoring.yes_or_no(answer) == said
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
-        ("He has 5 + 3 = 8 left.\n#### 8", 8),
-        ("#### 1,234 eggs, 7 more", 1234),
-        ("so it is $70,000.", 70000),
-        ("-3.5", -3.5),
-        ("8 and then 9", 9),
-        ("none", None),
-        ("12 #### unknown", None),
-    ],
-)
-def test_final_number(answer: str, number: float | None) -> None:
-    assert scoring.final_number(answer) == number
-
-
 @pytest.mark.parametrize("text", ["Red Star", " red   star.", "RED\nSTAR", "red star .", "red star"])
 def test_normalise(text: str) -> None:
     assert scoring.normalise(text) == "red star"

@@ -84,7 +84,17 @@ def test_a_data_free_checkpoint_beside_one_that_saw_data(stats, tmp_path, capfd)
     """The same errors as if it had been made from the statistics; and then the two can be compared."""
     rounded, gptq = quantized(tmp_path / "rounded", "rtn", None), quantized(tmp_path / "gptq", "gptq", stats)
     same = quantized(tmp_path / "same", "rtn", stats)
-    command = ["report-error", str(rounded), str(gptq), "--stats", str(stats), "--model", str(DEMO_LLAVA), "--json"]
+    command = [
+        "report",
+        "--errors",
+        str(rounded),
+        str(gptq),
+        "--stats",
+        str(stats),
+        "--model",
+        str(DEMO_LLAVA),
+        "--json",
+    ]
     assert cli.main(command) == 0
     figures = json.loads(capfd.readouterr().out)
     recorded = manifest.read_manifest(same)["errors"]
@@ -140,7 +150,7 @@ def test_refusals(stats, tmp_path, capfd, spoil):
         shutil.copytree(DEMO_LLAVA, tmp_path / "model")
     out = quantized(tmp_path / "out", "rtn", None)
     spoil(tmp_path)
-    command = ["report-error", str(out), "--stats", str(tmp_path / "stats"), "--model", str(tmp_path / "model")]
+    command = ["report", "--errors", str(out), "--stats", str(tmp_path / "stats"), "--model", str(tmp_path / "model")]
     assert cli.main(command) == 2
     said = capfd.readouterr().err
     assert REFUSED[spoil] in said and said.count("\n") == 1

@@ -63,13 +63,13 @@ def test_comparison_of_three(tmp_path: Path) -> None:
     assert [row["name"] for row in data["runs"]] == ["awq", "awq-2", "../x y"]
     assert [row["folder"] for row in data["runs"]] == ["awq", "awq-2", "-x-y"]
     assert [row["verdict"] for row in data["runs"]] == ["pass", "fail", "pass"]
-    ratios = [runs[name].bench.summary["serve"]["cold"]["request_throughput"].ratio for name in "ab"]
+    ratios = [runs[name].bench.summary["serve"]["cold"]["request_throughput"].gain for name in "ab"]
     assert [row["faster"] for row in data["runs"]] == [*ratios, None]
     assert data["runs"][1]["suites"]["world"]["difference"] == pytest.approx(-17 / 400)
     page = Balanced(files["html"].read_text())
-    for link in page.all("a"):
+    for link in (a for a in page.all("a") if not str(a["href"]).startswith("#")):
         assert (tmp_path / "out" / str(link["href"])).is_file()
-    assert [a["class"] for a in page.all("svg") if "plot" in str(a["class"])] == ["plot half", "plot narrow"] * 2
+    assert [a["class"] for a in page.all("div") if "plot" in str(a.get("class"))] == ["plots", "plot", "plot"]
     text = files["md"].read_text()
     assert text.startswith("# 3 candidates compared\n\n2 of 2 candidates pass gate default.") and "| awq-2 |" in text
 
@@ -92,7 +92,7 @@ def test_passes_of_several_margins_are_counted_apart() -> None:
     ]
     bench = results[1].bench
     assert bench is not None
-    ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"ratio": 3.0, "interval": None})
+    ratio = bench.summary["serve"]["cold"]["request_throughput"].model_copy(update={"gain": 3.0, "interval": None})
     once = bench.model_copy(update={"summary": {"serve": {"cold": {"request_throughput": ratio}}}})
     rows = comparison.summarise([results[0], results[1].model_copy(update={"bench": once}), *results[2:]])
     assert comparison.headline(rows)[:3] == [
@@ -125,7 +125,7 @@ def test_verb(tmp_path: Path) -> None:
 
 
 def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
-    """Shares of the baseline's score, worked out here from the counts of right answers: in Markdown, page and terminal."""
+    """Shares of the baseline's score, worked out here from the counts of right answers: in Markdown and on a terminal."""
     runs = {
         "awq": make_results("awq", gate=None),
         "lost": make_results("lost", gate=None, suites=[make_suite(outcome="broken")]),
@@ -133,7 +133,7 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
     folders = written(tmp_path, **runs)
     written_files = comparison.write_comparison(folders, tmp_path / "out")
     text = written_files["md"].read_text()
-    output, page = comparison.comparison_tables(folders), written_files["html"].read_text()
+    output = comparison.comparison_tables(folders)
     line = next(
         line for line in text.split("## Recovery")[1].splitlines() if line.startswith(f"| {make_suite().name} |")
     )
@@ -142,10 +142,7 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
         overall = results.suites[0].overall
         shares.append(100 * (overall.both + overall.candidate_only) / (overall.both + overall.baseline_only))
     assert [f"; {share:.1f}% (" in line for share in shares] == [True, True] and shares[1] < 96 < shares[0]
-    for share in shares:
-        assert (
-            f"{share:.1f}%" in page.split("<h2>Recovery</h2>")[1].split("</section>")[0] and f"{share:.1f}%" in output
-        )
+    assert all(f"{share:.1f}%" in output for share in shares)
     assert "| weights, times smaller |" in text and "| times faster |" in text
 
 

@@ -15,7 +15,7 @@ from vlmcompress.utils.errors import UserError
 
 INT8, FP8 = Choice("int8", {"scheme": "int8"}), Choice("fp8", {"scheme": "fp8"})
 HALF = Choice("divprune 1/2", {"reduce": "divprune:0.5"})
-LEARNED = Choice("learned 1/4", {"reduce": "learned:0.25"}, recover=True)
+LEARNED = Choice("learned 1/4", {"reduce": "learned:0.25"})
 CACHE = Choice("fp8 cache", {"kv_cache": "fp8"})
 FACTORS = [Factor("scheme", (INT8, FP8)), Factor("reduce", (HALF, LEARNED)), Factor("cache", (CACHE,))]
 
@@ -24,8 +24,7 @@ def test_a_candidate_says_what_it_does() -> None:
     both = Candidate((INT8, LEARNED))
     assert both.name == "int8 + learned 1/4"
     assert both.keys == {"scheme": "int8", "reduce": "learned:0.25"}
-    assert both.recover and not Candidate((INT8, HALF)).recover
-    assert both.plain() == {"name": both.name, "recipe": both.keys, "recover": True}
+    assert both.plain() == {"name": both.name, "recipe": both.keys}
     assert Candidate((HALF,)).plain() == {"name": HALF.name, "recipe": {"scheme": "none", "reduce": "divprune:0.5"}}
 
 
@@ -48,13 +47,13 @@ def test_each_change_alone_and_every_combination() -> None:
 
 
 def test_a_folder_hangs_on_what_is_done_alone() -> None:
-    """Not on the name, not on the order of keys; but on whether the model is trained."""
+    """Not on the name, not on the order of keys; but on the content of a reducer's file."""
     keys = {"reduce": "learned:0.25", "seed": 1}
     first, again = (
         Candidate((Choice(name, dict(some)),)) for name, some in (("a", keys), ("b", reversed(keys.items())))
     )
     assert first.folder == again.folder
-    assert first.folder != Candidate((Choice("a", keys, recover=True),)).folder
+    assert first.folder != Candidate((Choice("a", keys, file_hash="1"),)).folder
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})
 
 

@@ -92,7 +92,7 @@ def test_it_ends_with_a_checkpoint_that_was_confirmed(finished):
     )
     assert winner["gain"] > max(candidate["gain"] for candidate in result["candidates"] if not candidate["winner"])
     assert cli.main(["doctor", str(folder / "winner"), "--source", str(DEMO_LLAVA)]) == 0
-    assert {"report.html", "pareto.svg", "search.json", "recipe.yaml", "winner", "confirmation"} <= {
+    assert {"report.html", "search.json", "recipe.yaml", "winner", "confirmation"} <= {
         path.name for path in folder.iterdir()
     }
     written = [
@@ -154,6 +154,7 @@ def test_another_floor_takes_up_what_is_known(finished, call, capsys):
         (["--engine", "openai:http://localhost:1"], "give vllm or hf"),
         (["--limit", "20"], "a search needs at least 30"),
         (["--target", "h1000"], "h1000"),
+        (["--images", "eval"], "leave out --data, --suite, --confirm and --calib"),
     ],
 )
 def test_what_is_refused(call, tmp_path, capsys, changed, line):
@@ -174,8 +175,6 @@ def test_what_is_refused(call, tmp_path, capsys, changed, line):
         ("weights: int8\n", "weights should be a list of mappings of recipe keys"),
         ("weights:\n  - {scheme: int8, model: other}\n", "model is the same for all candidates"),
         ("weights:\n  - scheme: int8\nother:\n  - scheme: rtn\n", "both give scheme"),
-        ("images:\n  - {reduce: coverage:0.5, recover: 1}\n", "recover is 1, it should be true or false"),
-        ("weights:\n  - {scheme: int8, recover: true}\n", "give reduce, too"),
         ("weights:\n  - scheme: w8a16\n", "nothing is left to search"),
         ("weights:\n  - scheme: int9\n", "nothing is left to search: unknown scheme 'int9'"),
         ("weights:\n  - {name: a, scheme: int8}\n  - {name: a, scheme: awq}\n", "two choices are called 'a'"),

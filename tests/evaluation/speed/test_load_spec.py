@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.measure import parse_slo
@@ -53,9 +57,22 @@ def test_bad_load(text: str, message: str) -> None:
 def test_slo() -> None:
     assert parse_slo(None) == {}
     assert parse_slo("ttft=200, tpot=50") == {"ttft": 200.0, "tpot": 50.0}
-    for text, message in (("tfft=1", "did you mean 'ttft'"), ("e2e=0", "above 0"), ("e2e", "above 0")):
+    for text, message in (
+        ("tfft=1", "did you mean 'ttft'"),
+        ("e2e=0", "above 0"),
+        ("e2e", "above 0"),
+        ("", "no time ''"),
+    ):
         with pytest.raises(UserError, match=message):
             parse_slo(text)
+
+
+@given(st.text(max_size=8) | st.integers().map(str) | st.floats().map(str), st.sampled_from(["closed", "rate"]))
+def test_any_load_and_limit_is_bounded_or_refused(number: str, kind: str) -> None:
+    with contextlib.suppress(UserError):
+        assert 0 < parse_load(f"{kind}:{number}").amount <= 10_000
+    with contextlib.suppress(UserError):
+        assert 0 < parse_slo(f"ttft={number}")["ttft"] < float("inf")
 
 
 def test_abba_cancels_a_linear_drift() -> None:

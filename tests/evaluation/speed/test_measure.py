@@ -70,19 +70,19 @@ def test_ratios_are_of_neighbours() -> None:
     ]
     summary = summarise([*runs, run("baseline", 0, 4, "warm"), run("candidate", 0, 1, "warm")])["serve"]
     speed = summary["cold"]["request_throughput"]
-    assert (speed.ratio, speed.low, speed.high) == (2, 2, 2)
+    assert (speed.gain, speed.low, speed.high) == (2, 2, 2)
     assert (speed.baseline, speed.candidate) == (2.5, 5)
     assert speed.higher_is_better and speed.unit == "requests/s"
     first = summary["cold"]["ttft_p50_ms"]
-    assert (first.ratio, first.higher_is_better, first.unit) == (0.5, False, "ms")
-    assert summary["warm"]["request_throughput"].ratio == 4
+    assert (first.gain, first.higher_is_better, first.unit) == (2, False, "ms")
+    assert summary["warm"]["request_throughput"].gain == 4
     assert "itl_p50_ms" not in summary["cold"]
 
 
 def test_no_ratio_to_nothing() -> None:
     assert ratio("goodput", [({"goodput": 0.0}, {"goodput": 1.0})]) is None
     goodput = ratio("goodput", [({"goodput": 2.0}, {"goodput": 0.0}), ({"goodput": 2.0}, {"goodput": 1.0})])
-    assert goodput is not None and (goodput.ratio, goodput.low, goodput.high) == (0.25, 0, 0.5)
+    assert goodput is not None and (goodput.gain, goodput.low, goodput.high) == (0.25, 0, 0.5)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 11, 40])

@@ -21,9 +21,10 @@ SIZES = {"baseline": 9_000_000, "candidate": 4_100_000}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"requests": 0}, "--requests 0: must be at least 1"),
+        ({"requests": 0}, "--requests 0: must be from 1 to 1,000,000"),
         ({"out_tokens": 0}, "--out-tokens 0"),
         ({"repeats": -1}, "--repeats -1"),
+        ({"repeats": int("9" * 40)}, "--repeats 9{40}: must be from 1 to 1,000"),
         ({"load": "burst:3"}, "no load 'burst'"),
         ({"sizes": ["big"]}, "--sizes big"),
         ({"data": "/nowhere/images"}, "/nowhere/images does not exist"),
@@ -57,7 +58,7 @@ def test_flags_and_text() -> None:
     assert output.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
     assert "serve, no caches" in output and "serve, caches on" in output
     row = next(line for line in output.splitlines() if "requests per second" in line)
-    assert row.split()[-5:] == ["5", "requests/s", "10", "requests/s", "2.00"]
+    assert row.split()[-7:] == ["5", "requests/s", "10", "requests/s", "can't", "tell", "(2.00x)"]
     assert "weights" in output and "4.10 MB" in output
     assert "2 of 42 requests failed." in output
 

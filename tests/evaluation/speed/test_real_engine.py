@@ -140,8 +140,8 @@ def test_whole_benchmark(results: Results) -> None:
         assert record.mode == "offline" or record.goodput == pytest.approx(6 / record.duration)
     for state in ("cold", "warm"):
         ratio = bench.summary["serve"][state]["request_throughput"]
-        assert ratio.low <= ratio.ratio <= ratio.high
-        assert 0.2 < ratio.ratio < 5  # the same model
+        assert ratio.low <= ratio.gain <= ratio.high
+        assert 0.2 < ratio.gain < 5  # the same model
     assert bench.memory["baseline"] == bench.memory["candidate"]
     assert bench.memory["baseline"].kv_bytes_per_token == 2048
     assert results.candidate.engine["device"]

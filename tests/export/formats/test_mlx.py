@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.kit import rtn
 from tests.kit.tiny import build
 from vlmcompress.cli import main
+from vlmcompress.evaluation.doctor.files import diagnose
+from vlmcompress.export.convert import convert
 from vlmcompress.export.formats import _mlx_config, mlx
 from vlmcompress.numerics import MXFP4, MXFP8, NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
@@ -96,6 +99,14 @@ def test_what_a_folder_cannot_have(bits, group, mode):
     block = {"bits": bits, "group_size": group, "mode": mode}
     with pytest.raises(UserError, match=f"this is '{mode}' with {bits} bits, group_size {group}"):
         mlx.scheme_in(block, ("a", "b", "c"), {"scales": Spec("BF16", (8, 8))}, (8, 512))
+
+
+@pytest.mark.parametrize("family", ["qwen3-5", "gemma3"])
+def test_doctor_accepts_a_folder(family, tmp_path):
+    """Tower, head and draft head stay in 16 bits: the block names none of them, as mlx-vlm looks for scales."""
+    rtn.write(build(family, tmp_path / "source"), tmp_path / "ct", Scheme(Format("int", 4, 64)))
+    convert(tmp_path / "ct", tmp_path / "mlx", "mlx")
+    assert all(check.ok for check in diagnose(tmp_path / "mlx")), diagnose(tmp_path / "mlx")
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import cv2
@@ -14,8 +16,9 @@ from transformers.video_utils import VideoMetadata
 
 from tests.kit.families import FAMILIES
 from tests.kit.pictures import film, picture, refused
+from vlmcompress import models
 from vlmcompress.models import VLM
-from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, render_prompt
+from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode, encode_prompt, encode_usable, render_prompt
 from vlmcompress.models.data.provenance import provenance
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.video import FRAMES_FILE, Video
@@ -284,6 +287,45 @@ def test_too_long(loaded):
     long = Sample("a", PAIR[:1], "x" * 3000, "y", origin="x.jsonl line 3")
     refused(lambda: encode([long], vlm), "x.jsonl line 3", "16 of them visual", "context of 2048", "drop it")
     refused(lambda: encode(SAMPLES[:1], vlm, max_length=20), "max_length of 20", "32 of them visual")
+    endless = dataclasses.replace(long, question="x" * 10**6)  # which no tokenizer is given
+    refused(lambda: encode([endless], vlm), "1,000,001 characters, more than fit into the context of 2048 tokens")
+    refused(lambda: encode_prompt(long, vlm), "x.jsonl line 3", "context of 2048")
+
+
+def test_limits_of_another_tool_in_the_tokenizer(checkpoint, loaded, tmp_path):
+    """Tools that calibrate leave truncation and padding in tokenizer.json, which transformers' processors obey."""
+    folder = Path(shutil.copytree(checkpoint("qwen2-5-vl"), tmp_path / "model"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 64, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {"strategy": {"Fixed": 400}, "direction": "Right", "pad_to_multiple_of": None}
+    content["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    vlm = loaded("qwen2-5-vl")
+    limited = dataclasses.replace(vlm, processor=models.load_processor(folder))
+    for expected, actual in zip(encode(SAMPLES, vlm), encode(SAMPLES, limited), strict=True):
+        assert all(torch.equal(expected[name], actual[name]) for name in expected | actual)
+    assert [line.partition(",")[0] for line in models.asides(folder)] == [
+        "tokenizer.json has another tool's truncation",
+        "tokenizer.json has another tool's padding",
+    ]
+
+
+@pytest.mark.parametrize("part", ["template", "processor"])
+def test_where_a_model_refuses_everything_its_file_is_named(checkpoint, tmp_path, part):
+    """No sample is blamed for it, also where there is but one."""
+    folder = Path(shutil.copytree(checkpoint("qwen2-5-vl"), tmp_path / "model"))
+    file = folder / {"template": "chat_template.jinja", "processor": "processor_config.json"}[part]
+    if part == "template":
+        file.write_text("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
+        says = "chat template refuses even a plain question about a plain image (can only concatenate str"
+    else:  # as transformers 4.47 to 4.50 saved it
+        content = json.loads(file.read_text())
+        content["image_processor"]["size"] = {"min_pixels": 3136, "max_pixels": 28224}
+        file.write_text(json.dumps(content))
+        says = "processor refuses even a plain question about a plain image (`size` dict must contain 'shortest_edge'"
+    vlm = models.load(folder)
+    for samples in (SAMPLES[:1], SAMPLES):
+        refused(lambda samples=samples: encode_usable(samples, vlm, "x.jsonl"), says, f"restore {file}")
 
 
 def test_image_that_the_processor_refuses(loaded):

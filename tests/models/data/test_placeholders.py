@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from PIL import Image
 
 from tests.kit.pictures import picture, refused
 from vlmcompress import models
-from vlmcompress.models import VLM
-from vlmcompress.models.data.encode import check_placeholders, encode, encode_prompt, encode_usable
+from vlmcompress.models import VLM, _checks
+from vlmcompress.models.data.encode import check_processor_and_template, encode, encode_prompt, encode_usable
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import Reading
 from vlmcompress.utils.errors import UserError
@@ -82,7 +83,7 @@ def test_settings_that_config_json_contradicts(checkpoint, tmp_path, kind, keys,
     vlm = changed(checkpoint(kind), tmp_path / "model", **keys)
     why = "refuses it" if "patch_size" in keys else "placeholder tokens for"
     refused(lambda: encode([sample((130, 90))], vlm), "row 1: ", why, f"in processor_config.json {says}")
-    refused(lambda: check_placeholders(vlm), "a test image: ", says)
+    refused(lambda: check_processor_and_template(vlm), "a test image: ", says)
 
 
 def test_a_wrong_image_token(checkpoint, tmp_path):
@@ -103,7 +104,50 @@ def test_ids_beyond_the_embedding(checkpoint, loaded, tmp_path):
     refused(lambda: encode([sample((60, 40))], vlm), "row 1: the tokenizer gives id 1000", "embedding has 384 rows")
 
 
-VALUES = st.sampled_from([0, -1, 99, 1e30, 0.5, "x", None, True, [], {}, [1, 2, 3, 4, 5], {"height": 0, "width": 0}])
+@pytest.mark.parametrize("value", [10**9, -14])
+def test_every_number_of_a_processor_has_bounds(checkpoint, family, tmp_path, value):
+    """A processor builds images and prompts of whatever size its files say: 10^9 additional tokens of an image are 20 GB."""
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    file = folder / "processor_config.json"
+    content = json.loads(file.read_text())
+
+    def owners(part: dict) -> Iterator[tuple[dict, str]]:
+        for key, inner in part.items():
+            if isinstance(inner, dict):
+                yield from owners(inner)
+            elif type(inner) is int:
+                yield part, key
+
+    for owner, key in list(owners(content)):
+        before, owner[key] = owner[key], value
+        file.write_text(json.dumps(content))
+        with pytest.raises(
+            UserError, match=f"processor_config.json: .*{key} is {value:,}, .*possible here; restore it"
+        ):
+            models.load_processor(folder)
+        owner[key] = before
+
+
+def test_bounds_leave_room_for_the_largest_models(tmp_path):
+    """Sizes of models of 400 to 1000 billion weights, and of the largest encoders."""
+    text = {
+        "num_hidden_layers": 126,
+        "hidden_size": 18432,
+        "vocab_size": 262208,
+        "num_experts": 512,
+        "rope_theta": 1e12,
+    }
+    vision = {"depth": 48, "image_size": [1792, 1792], "patch_size": 14}
+    _checks.check_sizes({"text_config": text, "vision_config": vision, "vision_feature_layer": -2}, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "max_pixels": 16777216})
+    )
+    _checks.check_processor(tmp_path)
+
+
+VALUES = st.sampled_from(
+    [0, -1, -14, 99, 10**9, 1e30, 0.5, "x", None, True, [], {}, [1, 2, 3, 4, 5], {"height": 0, "width": 0}]
+)
 FIELDS = st.sampled_from(["patch_size", "image_token", "num_additional_image_tokens", "vision_feature_select_strategy"])
 OF_IMAGES = st.sampled_from(["resample", "rescale_factor", "size", "crop_size", "image_mean", "image_std", "do_resize"])
 

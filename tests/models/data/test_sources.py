@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from tests.kit.pictures import file_of, picture, refused
+from vlmcompress.models.data.layouts import LETTER
 from vlmcompress.models.data.provenance import data_hash, data_notes, provenance
 from vlmcompress.models.data.sources import PROMPTS, bundled_data, load_samples
+from vlmcompress.utils.errors import UserError
 
 
 def rows(count: int) -> list[dict]:
@@ -134,6 +137,15 @@ def test_missing_and_repeated_ids(tmp_path):
     assert ids(load_samples(path, samples=None, seed=0)) == ["1", "x#2", "x#3", "7"]
 
 
+def test_ids_that_are_no_ids(tmp_path):
+    """One text of a megabyte, stored once for all rows, would be 50 GB of ids."""
+    rows = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 10**6]))
+    pq.write_table(pa.table({"id": rows, "question": ["q"] * 50_000}), tmp_path / "a.parquet")
+    refused(
+        lambda: load_samples(tmp_path / "a.parquet", samples=2, seed=0), "an id of 1,000,000 bytes", "--columns id=A"
+    )
+
+
 def test_folder(tmp_path, caplog):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
@@ -175,7 +187,7 @@ def test_folders_without_images(tmp_path):
         ("a.jsonl", '{"image": [], "question": "x"}\n{"image": []}\n', "a.jsonl line 2: question is missing"),
         ("a.json", "{}", "not a list of rows"),
         ("a.json", "[", "not valid JSON"),
-        ("a.csv", "image,question", "is not .jsonl, .json or .parquet"),
+        ("a.xls", "image,question", "is not .jsonl, .ndjson, .json, .parquet, .csv, .tsv; give one"),
         ("a.parquet", "", "is empty"),
         ("a.parquet", "PAR1 junk", "not readable parquet"),
     ],
@@ -183,6 +195,53 @@ def test_folders_without_images(tmp_path):
 def test_broken_files_are_refused(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
     refused(lambda: load_samples(tmp_path / name, samples=None, seed=0), name, says)
+
+
+def test_tables_of_vlmevalkit(tmp_path):
+    """Images in base64, the index of another row's image, or several; options after the question, the category as family."""
+    encoded = base64.b64encode(file_of(picture(8, 6, 1))).decode()
+    head = "index\timage\tquestion\thint\tA\tB\tC\tanswer\tcategory"
+    rows = [
+        f'0\t{encoded}\t"Which\none?"\tLook\tred\tblue\t\tB\tcolour',
+        "1\t0\tHow many?\t\t1\t2\t3\tA\tcount",
+        f"2\t['{encoded}', '{encoded}']\tSame?\t\tyes\tno\t\tA\tcount",
+    ]
+    (tmp_path / "mm.tsv").write_text("\n".join([head, *rows]) + "\n")
+    first, second, third = load_samples(tmp_path / "mm.tsv", samples=None, seed=0, answered=True)
+    assert first.question == f"Look\nWhich\none?\nA. red\nB. blue\n{LETTER}"
+    assert (first.id, first.row_id, first.answer, first.family) == ("0", "0", "B", "colour")
+    assert second.question == f"How many?\nA. 1\nB. 2\nC. 3\n{LETTER}" and second.images[0].size == (8, 6)
+    assert len(third.images) == 2
+
+
+def test_comma_separated_values(tmp_path):
+    (tmp_path / "a.png").write_bytes(file_of(picture(8, 6, 1)))
+    file = tmp_path / "d.csv"
+    file.write_text(
+        '\ufeffimage_path,question,answer\r\na.png,"How many, and where?",-5\r\na.png,q,\r\n', encoding="utf-8"
+    )
+    first, second = load_samples(file, samples=None, seed=0)
+    assert (first.question, first.answer, second.answer) == ("How many, and where?", "-5", None)
+    refused(lambda: load_samples(file, samples=None, seed=0, answered=True), "d.csv line 3 has no answer")
+    for content, message in (
+        ("image_path,question\na.png,How many, and where?\n", "line 2 has more cells than the first line (2)"),
+        ("image_path,question\na.png\n", "line 2 has fewer cells than the first line (2)"),
+        ("question,question\na,b\n", "has two columns 'question'"),
+        ('image_path,question\na.png,"q', "is no row (unexpected end of data)"),
+        ("image_path,question\n", "has no samples"),
+    ):
+        file.write_text(content)
+        refused(lambda: load_samples(file, samples=None, seed=0), "d.csv", message)
+
+
+def test_nan_is_a_missing_value(tmp_path):
+    """pandas writes it for an empty cell; it is no text, whose answer would be 'nan'."""
+    (tmp_path / "d.jsonl").write_text('{"question": "q", "answer": NaN}\n{"question": "q", "answer": "nan"}\n')
+    pq.write_table(pa.table({"question": ["q", "r"], "answer": [float("nan"), 2.5]}), tmp_path / "d.parquet")
+    for name, place, other in (("d.jsonl", "line 1", "nan"), ("d.parquet", "row 1", "2.5")):
+        with pytest.raises(UserError, match=f"{name} {place} has no answer"):
+            load_samples(tmp_path / name, samples=None, seed=0, answered=True)
+        assert [sample.answer for sample in load_samples(tmp_path / name, samples=None, seed=0)] == [None, other]
 
 
 def test_more_broken_files(tmp_path):

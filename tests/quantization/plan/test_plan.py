@@ -23,7 +23,7 @@ from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.quantization.inputs import derive_source
 from vlmcompress.quantization.plan import checks
-from vlmcompress.quantization.plan.findings import findings
+from vlmcompress.quantization.plan.findings import examine
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.plan.shape_checks import shape_problems
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
@@ -267,7 +267,7 @@ def test_a_plan_is_final(models):
 
 
 def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:
-    report = findings(resolve({"model": str(model), **settings}, refuse=False).recipe, engine)
+    report = examine(resolve({"model": str(model), **settings}, refuse=False).recipe, engine).findings
     return {finding.name: finding.detail for finding in report if not finding.ok}
 
 
@@ -281,7 +281,7 @@ def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
     saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
     names = {}
     for folder in (models["llava"], saved):
-        all_of = findings(recipe(folder, scheme="rtn"), "vllm")
+        all_of = examine(recipe(folder, scheme="rtn"), "vllm").findings
         names[folder] = next(each for each in all_of if each.name == "names")
         assert all(each.ok for each in all_of)
     assert names[models["llava"]].detail == "vLLM finds every tensor by its name"
@@ -294,7 +294,7 @@ def test_a_buffer_of_old_transformers_is_left_out(models, tmp_path):
     buffer = "vision_tower.vision_model.embeddings.position_ids"
     tensors = load_file(old / "model.safetensors") | {buffer: torch.arange(17)}
     save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
-    assert f"'{buffer}', which should not be there" in str(findings(recipe(old, scheme="rtn"), "vllm"))
+    assert f"'{buffer}', which should not be there" in str(examine(recipe(old, scheme="rtn"), "vllm").findings)
     assert [c.name for c in doctor.diagnose(old) if "should not be there" in c.detail] == ["names"]
     chosen = recipe(old, scheme="rtn", out=str(out))
     assert quantize(chosen).manifest["size"]["weights_after"] == make_plan(chosen).bytes_after

@@ -1,4 +1,4 @@
-"""What `tokens` says, against the model run on a real image: cache, work and counts."""
+"""What `check --image-size` says, against the model run on a real image: cache, work and counts."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def test_fp8_cache_is_half():
     assert plans[0].full.kv_bytes == 2 * plans[1].full.kv_bytes
 
 
-def test_verb(capfd):
+def test_the_table(capfd):
     arguments = [
-        "tokens",
+        "check",
         str(checkpoint("llava")),
         "--image-size",
         "64x64",
@@ -170,7 +170,7 @@ def test_verb(capfd):
 
 
 def test_blocks_that_see_different_counts_are_shown(capfd):
-    arguments = ["tokens", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "fastv:0.5,layer=1"]
+    arguments = ["check", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "fastv:0.5,layer=1"]
     assert cli.main([*arguments, "--reduce", "dart:0.5"]) == 0
     text = capfd.readouterr().out
     assert "\nfastv:0.5,layer=1: 16 visual tokens from block 0 on, 8 from block 1 on\n" in text

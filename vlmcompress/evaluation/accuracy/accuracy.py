@@ -10,6 +10,7 @@ The baseline may also be an earlier report: its answers are taken from there, pr
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from vlmcompress.evaluation.accuracy.compare import (
 from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite
+from vlmcompress.evaluation.accuracy.thoughts import MARKS, UNFINISHED, Marks, of_models
 from vlmcompress.evaluation.results import Results, Scored, Side, Suite, load_results
 from vlmcompress.models.data.sources import PLAIN, Reading
 from vlmcompress.reduction.choice import parse_reducer
@@ -54,6 +56,8 @@ class EvalOptions:
         score: how answers to plain data are scored, see `free_answers.check_score`.
         journal: file to which answers are appended as they arrive; an interrupted run resumes from it unless `restart` is set.
         reading: how rows of plain data are read.
+        marks: marks around thoughts, which are no part of an answer.
+        max_tokens: most tokens of an answer; None: what the suite says, and more for a model that thinks.
     """
 
     engine: Engine
@@ -67,6 +71,8 @@ class EvalOptions:
     restart: bool = False
     progress: Progress | None = None
     reading: Reading = PLAIN
+    marks: Marks = MARKS
+    max_tokens: int | None = None
 
 
 def evaluate(
@@ -103,6 +109,9 @@ def evaluate_all(
     recorded = _recorded(baseline)
     if recorded is None and options.baseline_engine.local:
         baseline = sides.folder(hub.local(baseline), options.baseline_engine.name)
+    # The engine of a local checkpoint uses its chat template; a server's is unknown.
+    local = [*candidates] * options.engine.local + [baseline] * (options.baseline_engine.local and recorded is None)
+    thoughts = of_models(*local, marks=options.marks, max_tokens=options.max_tokens)
     loaded = [
         tasks.load_suite(
             name,
@@ -112,6 +121,7 @@ def evaluate_all(
             limit=options.limit,
             seed=options.seed,
             reading=options.reading,
+            thoughts=thoughts,
         )
         for name in suites or [None]
     ]
@@ -130,7 +140,14 @@ def evaluate_all(
             after = [_answers(path, suite, options, journal, "candidate") for suite in loaded]
             after = [score.applied(answers) if score else answers for score, answers in zip(scores, after, strict=True)]
             compared = list(zip(loaded, before, after, scores, strict=True))
-            yield _results(original, sides.side(path, after[0].engine), compared, options, recorded)
+            yield _results(
+                original,
+                sides.side(path, after[0].engine),
+                compared,
+                options,
+                recorded,
+                sides.calibration_images(path),
+            )
 
 
 def described(model: str | Path, engine: Engine, reduce: str | None = None) -> Side:
@@ -163,6 +180,7 @@ def _results(
     compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers, Score | None]],
     options: EvalOptions,
     recorded: Results | None,
+    calibrated: frozenset[str] | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}
     margins = {"": MARGIN, **(options.margin or {})}
@@ -172,9 +190,9 @@ def _results(
             summary = summary.model_copy(
                 update={"metric": score.metric, "scoring": score.about, "choice": score.choice}
             )
-        if recorded:  # replayed answers do not record whether they were cut off
-            cut_off = _suite(recorded, suite.name).cut_off[0]
-            summary = summary.model_copy(update={"cut_off": (cut_off, summary.cut_off[1])})
+        if calibrated is not None:
+            shared = sum(bool(hashes & calibrated) for hashes in after.pictures.values())
+            summary = summary.model_copy(update={"calibrated": shared})
         suites.append(summary)
         samples += scored
         differing = [s for s in scored if normalise(s.baseline) != normalise(s.candidate)]
@@ -219,6 +237,8 @@ def summarise(
             baseline=old.text,
             candidate=new.text,
             baseline_score=0.0 if old.answer.refused else old.score,
+            baseline_finish=old.answer.finish,
+            candidate_finish=new.answer.finish,
             candidate_score=0.0 if old.answer.refused or new.answer.refused else new.score,
             baseline_parsed=old.parsed,
             candidate_parsed=new.parsed,
@@ -256,13 +276,24 @@ def summarise(
         divergence=summary,
         unparsed=total(lambda sample: not sample.parsed),
         refused=total(lambda sample: bool(sample.answer.refused)),
-        empty=total(lambda sample: not sample.text and not sample.answer.refused),
+        empty=total(_empty),
+        empty_finish=(_empty_finish(before), _empty_finish(after)),
+        unfinished=total(lambda sample: sample.answer.finish == UNFINISHED),
         cut_off=total(lambda sample: sample.answer.finish == "length"),
         prompt_tokens=total(lambda sample: sample.answer.prompt_tokens),
         visual_tokens=total(lambda sample: sample.answer.visual_tokens or 0) if reported else None,
         scoring=suite.scoring,
         derived_ids=suite.derived_ids,
     ), scored
+
+
+def _empty(sample: AnsweredQuestion) -> bool:
+    return not sample.text and not sample.missing
+
+
+def _empty_finish(answers: SuiteAnswers) -> dict[str, int]:
+    """Why empty answers ended -> their number."""
+    return dict(Counter(sample.answer.finish for sample in answers.samples if _empty(sample)))
 
 
 def _recorded(baseline: str | Path) -> Results | None:
@@ -293,7 +324,7 @@ def _replay(recorded: Results, name: str) -> SuiteAnswers:
             answer=Answer(
                 s.id,
                 s.baseline,
-                "refused" if s.baseline_refused else "stop",
+                s.baseline_finish or ("refused" if s.baseline_refused else "stop"),
                 s.baseline_tokens,
                 0,
                 visual_tokens=s.baseline_visual,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vlmcompress.engines import Answer, Engine, EngineSettings, Request
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, quiet_lm_eval, task_metric
+from vlmcompress.evaluation.accuracy.thoughts import UNFINISHED
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest, model_files, unchanged
 from vlmcompress.utils.progress import Progress
@@ -39,8 +40,9 @@ class AnsweredQuestion:
 
     Attributes:
         expected: the reference answer, or several joined by `SEPARATOR`.
-        text: the answer, cut at the task's stop strings.
-        score: in 0 to 1; 0 if no answer could be parsed from the text (`parsed` is False), or if the engine refused it.
+        text: the answer without thoughts, cut at the task's stop strings.
+        score: in 0 to 1; 0 if no answer could be parsed from the text (`parsed` is False), if the engine refused it, or if its
+            thoughts do not end.
         image: identifier of the question's images or videos, equal for equal images.
     """
 
@@ -54,6 +56,11 @@ class AnsweredQuestion:
     image: str
     answer: Answer
 
+    @property
+    def missing(self) -> bool:
+        """Whether there is no answer to score: it was refused, or its thoughts do not end."""
+        return bool(self.answer.refused) or self.answer.finish == UNFINISHED
+
 
 @dataclass(frozen=True)
 class SuiteAnswers:
@@ -65,6 +72,7 @@ class SuiteAnswers:
         engine: the engine's description of itself.
         seconds: time that the engine took to answer, without its start.
         resumed: number of answers that came from the journal.
+        pictures: sample id -> hashes of its images, as in a manifest's calibration data.
     """
 
     samples: tuple[AnsweredQuestion, ...]
@@ -73,6 +81,7 @@ class SuiteAnswers:
     engine: dict[str, Any]
     seconds: float
     resumed: int
+    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def ask_suite(
@@ -102,7 +111,9 @@ def ask_suite(
     places = {(place.task, place.index): place for place in suite.places}
     with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
         answer = _JournalledEngine(model, engine, settings or EngineSettings(), journal, progress, label, Path(media))
-        lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media))
+        lm = EngineLM(
+            answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media), suite.thoughts
+        )
         for task in suite.tasks.values():
             # As in lm-eval's `evaluator.py::simple_evaluate` before `evaluate`, which does not accept None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)
@@ -137,6 +148,7 @@ def ask_suite(
         engine=answer.about,
         seconds=answer.seconds,
         resumed=answer.resumed,
+        pictures=lm.pictures,
     )
 
 
@@ -239,7 +251,8 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
     targets = list(dict.fromkeys(map(str, target))) if isinstance(target, list) else [str(target)]
     last = next(turn for turn in reversed(request.messages) if turn["role"] == "user")
     files = [Path(part[part["type"]]["url"]).stem for part in request.media()]
-    value = 0.0 if answer.refused else row.get(name)
+    missing = bool(answer.refused) or answer.finish == UNFINISHED
+    value = 0.0 if missing else row.get(name)
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
         raise UserError(
             f"task {place.task}: its metric {name} gives {str(value)[:60]} for sample '{place.id}', not a number in "
@@ -252,7 +265,7 @@ def _sample(place: Place, row: Mapping[str, Any], name: str, request: Request, a
         expected=SEPARATOR.join(targets),
         text=answer.text.strip(),
         score=float(value),
-        parsed=bool(row.get("parsed", True)) or bool(answer.refused),
+        parsed=bool(row.get("parsed", True)) or missing,
         image="+".join(files) or f"text:{place.id}",
         answer=answer,
     )

@@ -12,11 +12,11 @@ import string
 from typing import Any
 
 from vlmcompress.evaluation.accuracy import grounding, local_data, scoring
+from vlmcompress.models.data.layouts import LETTER
 from vlmcompress.models.data.samples import MARK, LazyImages
 
 Row = dict[str, Any]
 Scores = dict[str, float]
-LETTER = "Answer with the option's letter from the given choices directly."
 
 
 def world_text(row: Row) -> str:
@@ -176,12 +176,3 @@ def boxes(row: Row, answers: list[str]) -> Scores:
 def _box_scores(metric: str, answer: str, expected: str) -> Scores:
     scores = score(metric, answer, grounding.correct(answer, expected))
     return scores | {"iou": grounding.overlap(answer, expected) or 0.0}
-
-
-def gsm8k_target(row: Row) -> str:
-    return row["answer"].rpartition("####")[2].strip()
-
-
-def gsm8k(row: Row, answers: list[str]) -> Scores:
-    number, expected = scoring.final_number(answers[0]), scoring.final_number(row["answer"])
-    return score("exact_match", answers[0], None if number is None else number == expected)

@@ -1,13 +1,10 @@
-"""Short clips for the suite `clips`, drawn here and not downloaded, and those of MVBench from a local copy.
+"""Short clips for the suite `clips`, drawn here and not downloaded.
 
     question, answer = question_answer("times", 7)     "How many times does the red circle appear? Answer with a number.", "3"
     frames("times", 7)                       16 images of 224 x 224 pixels
 
 A clip asks what moved where, how many times, or what came first. No single frame tells: the answer is in their order, which a
 reducer of videos may lose. Things stay for two frames at least, as Qwen's towers make tokens of pairs of frames.
-
-MVBench (Li et al. 2023, arXiv 2311.17005) cuts most of its clips from longer videos. As in its `mvbench.ipynb` a model gets 16
-frames, the middles of 16 equal parts of a clip; all engines get the same.
 """
 
 from __future__ import annotations
@@ -15,20 +12,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw
 
-from vlmcompress.evaluation.accuracy import local_data
-from vlmcompress.evaluation.accuracy.scoring import NUMBERS, mmmu_choice
-from vlmcompress.models.data.samples import open_image
+from vlmcompress.evaluation.accuracy.scoring import NUMBERS
 from vlmcompress.models.data.video import LazyFrames, Video
-from vlmcompress.utils import json_files
-from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import foreign_errors, note
 
 FAMILIES = {"moved": 80, "times": 80, "first": 80}
 """Family -> number of clips."""
@@ -38,29 +28,6 @@ SHAPES = ("circle", "square", "triangle")
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 WORDS = {**NUMBERS, "once": "1", "twice": "2"}
 Place = tuple[float, float]
-
-WATCH = (
-    "Carefully watch the video and pay attention to the cause and sequence of events, the detail and movement of "
-    "objects, and the action and pose of persons. Based on your observations, select the best option that accurately "
-    "addresses the question."
-)
-MVBENCH = {
-    "star/Charades_v1_480": ("action_sequence", "action_prediction", "object_interaction"),
-    "ssv2_video": ("action_antonym",),
-    "Moments_in_Time_Raw/videos": ("fine_grained_action",),
-    "FunQA_test/test": ("unexpected_action",),
-    "clevrer/video_validation": (
-        *("object_existence", "moving_direction", "moving_count", "moving_attribute", "counterfactual_inference"),
-    ),
-    "perception/videos": ("object_shuffle", "action_count", "state_change", "character_order"),
-    "sta/sta_video": ("action_localization",),
-    "scene_qa/video": ("scene_transition",),
-    "nturgbd": ("fine_grained_pose",),
-    "vlnqa": ("egocentric_navigation",),
-    "tvqa/frames_fps3_hq": ("episodic_reasoning",),
-}
-"""Folder of MVBench's videos -> its tasks, each a file in `json`."""
-TVQA_RATE = 3.0  # frames a second, of the folders of frames
 
 
 def draw(family: str, number: int) -> tuple[str, str, list[str], dict[str, list[Place | None]]]:
@@ -147,75 +114,3 @@ def scores(row: Mapping[str, Any], answers: list[str]) -> dict[str, float]:
     text = " ".join(WORDS.get(word, word) for word in re.findall(r"\w+", answers[0].lower()))
     named = [choice for choice in draw(row["family"], row["number"])[2] if re.search(rf"\b{choice}\b", text)]
     return {"accuracy": float(named == [row["answer"]]), "parsed": float(len(named) == 1)}
-
-
-def load_mvbench(**options: Any) -> dict[str, Any]:
-    """MVBench for lm-eval: the tasks in `json` of a local copy, with the videos unpacked anywhere next to it.
-
-    Tasks whose folder of videos is absent are left out (NTU RGB+D's has to be asked for).
-
-    Raises:
-        UserError: there is no copy, it is in another form, or videos are missing.
-    """
-    import datasets
-
-    root = local_data.copy_of(**options)
-    folders = [folder for folder in root.rglob("*") if folder.is_dir()]
-    rows, absent, missing = [], [], []
-    for place, tasks in MVBENCH.items():
-        source = next((folder for folder in folders if f"/{folder.as_posix()}".endswith(f"/{place}")), None)
-        absent += [] if source else [place]
-        for task in tasks if source else ():
-            file = root / "json" / f"{task}.json"
-            with foreign_errors(f"{file} can't be read", "; download MVBench again"):
-                for number, row in enumerate(json_files.read(file)):
-                    path = source / row["video"]
-                    missing += [] if path.exists() else [path]
-                    letter = "ABCDE"[row["candidates"].index(row["answer"])]
-                    rows.append({"id": f"{task}-{number:03d}", "family": task, "video": str(path), "answer": letter})
-                    rows[-1] |= {name: row.get(name) for name in ("question", "candidates", "start", "end")}
-    if not rows or missing:
-        what = f"{len(missing)} videos are missing, e.g. {missing[0]}" if missing else "it has none of MVBench's videos"
-        raise UserError(f"{root}: {what}; unpack the zip files of the data set's folder video")
-    if absent:
-        note(f"{root} lacks {', '.join(absent)}; MVBench's questions about these videos are left out")
-    return {"test": datasets.Dataset.from_list(rows)}
-
-
-def mvbench_video(row: Mapping[str, Any]) -> list[Video]:
-    origin = f"sample '{row['id']}'"
-    return [Video(LazyFrames(functools.partial(_parts, Path(row["video"]), row["start"], row["end"], origin)), origin)]
-
-
-def _parts(path: Path, start: float | None, end: float | None, origin: str) -> list[Image.Image]:
-    """The middles of 16 equal parts of the clip from second `start` to `end` of a video, or of a folder of its frames."""
-
-    def middles(rate: float, total: int) -> np.ndarray:
-        first = 0 if start is None else max(0, round(start * rate))
-        last = total - 1 if end is None else min(total - 1, round(end * rate))
-        part = max(last - first, 0) / FRAMES
-        return np.array([first + part / 2 + round(part * index) for index in range(FRAMES)], dtype=int).clip(
-            0, total - 1
-        )
-
-    if not path.is_dir():
-        return Video(path, origin).sampled(lambda about: middles(about.fps, about.total_num_frames))
-    files = sorted(path.glob("*.jpg"))
-    if not files:
-        raise UserError(f"{origin}: {path} has no frames; unpack tvqa.zip again")
-    return [open_image(files[index], origin) for index in middles(TVQA_RATE, len(files))]
-
-
-def mvbench_text(row: Mapping[str, Any]) -> str:
-    """The benchmark's own prompt: its system prompt, then question, options and the request for one of them."""
-    options = "".join(f"({letter}) {text}\n" for letter, text in _options(row).items())
-    return f"{WATCH}\nQuestion: {row['question']}\nOptions:\n{options}Only give the best option."
-
-
-def mvbench(row: Mapping[str, Any], answers: list[str]) -> dict[str, float]:
-    chosen = mmmu_choice(answers[0], _options(row))
-    return {"accuracy": float(chosen == row["answer"]), "parsed": float(chosen is not None)}
-
-
-def _options(row: Mapping[str, Any]) -> dict[str, str]:
-    return dict(zip("ABCDE", row["candidates"], strict=False))

@@ -4,10 +4,10 @@
     score = choose_score(named, suite, baseline)   # None for a suite with its own score
     after = score.applied(after)                   # both sides are scored in the same way
 
-`exact` compares texts except for case, spaces and a final full stop. It rejects all answers of a model that answers in
-sentences, and then no loss can be detected. So `auto` uses the baseline's first `LOOK` answers to choose the strictest of
-`exact`, `normalized` and `contains` that accepts at least `SHARE` of what `contains` accepts. The candidate's answers do not
-influence the choice.
+`exact` compares texts except for case, spaces, Unicode's normal forms and a final full stop. It rejects all answers of a model
+that answers in sentences, and then no loss can be detected. So `auto` uses the baseline's first `LOOK` answers to choose the
+strictest of `exact`, `normalized` and `contains` that accepts at least `SHARE` of what `contains` accepts. The candidate's
+answers do not influence the choice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ from typing import Any
 
 from vlmcompress.evaluation.accuracy import grounding, scoring, transcription
 from vlmcompress.evaluation.accuracy.ask import SEPARATOR, AnsweredQuestion, SuiteAnswers
+from vlmcompress.evaluation.accuracy.scoring import folded
 from vlmcompress.evaluation.accuracy.tasks import CUSTOM, LoadedSuite
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 AUTO = "auto"
 LOOK, SHARE = 64, 0.8
 Rule = Callable[[str, str], float | None]
+_SIGN = re.compile(
+    r"(?<![\w.])[-\u2010-\u2013\u2212\ufe63\uff0d](?=[$\u20ac\xa3\xa5\u20b9]?\.?\d)[$\u20ac\xa3\xa5\u20b9]?"
+)
+"""The sign of a negative number, as a hyphen, dash or minus; with the currency in `-$5`."""
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\U00020000-\U0003ffff]"
+)
+"""A character of a script without spaces between words (Thai, Lao, Burmese, Khmer, Chinese, Japanese), or of Korean, which
+attaches particles to words."""
 
 
 def exact(answer: str, expected: str) -> float:
@@ -38,21 +48,25 @@ def exact(answer: str, expected: str) -> float:
 
 
 def normalized(answer: str, expected: str) -> float:
-    """1 for the expected words, ignoring case, punctuation and articles, with small numbers as words or digits; else 0."""
+    """1 for the expected words (see `_words`), ignoring case, punctuation and articles; else 0."""
     return float(_words(answer) == _words(expected))
 
 
 def contains(answer: str, expected: str) -> float:
     """1 if the expected words occur in the answer, contiguous and in order; else 0.
 
-    A single letter, which may be an option or an article, must be the first or the last word. Texts in writing systems without
-    spaces, and texts of only punctuation, are searched for literally.
+    A single letter, which may be an option or an article, must be the first or the last word. In writing systems without spaces
+    between words a part of the text is enough, but for a part of a number or of a syllable. Texts of only punctuation are
+    searched for literally.
     """
     if not any(character.isalnum() for character in expected):
         return float(expected.strip() in answer)
     answered, words = _words(answer), _words(expected)
-    if any(unicodedata.east_asian_width(character) in "WF" for character in expected):
-        return float("".join(words) in "".join(answered))
+    if _UNSPACED.search(expected):
+        text, target = "".join(answered), "".join(words)
+        begin = r"(?<![\d.-])" if target[0].isdigit() else ""
+        matches = re.finditer(begin + re.escape(target) + (r"(?!\d)" if target[-1].isdigit() else ""), text)
+        return float(any(not unicodedata.category(text[m.end() : m.end() + 1] or " ").startswith("M") for m in matches))
     if len(words) == 1 and len(words[0]) == 1 and words[0].isalpha():
         return float(words[0] in (answered[:1] + answered[-1:]))
     return float(any(answered[start : start + len(words)] == words for start in range(len(answered) - len(words) + 1)))
@@ -67,12 +81,12 @@ RULES: dict[str, tuple[Rule, str, str]] = {
     "exact": (
         exact,
         "exact_match",
-        "Exact match after case folding, collapsing spaces and dropping a final full stop.",
+        "Exact match after case folding, NFC, collapsing spaces and dropping a final full stop.",
     ),
     "normalized": (
         normalized,
         "normalized_match",
-        "Match of the words, without case, punctuation and articles, small numbers as digits.",
+        "Match of the words, without case, punctuation and articles, small numbers as digits, with their sign.",
     ),
     "contains": (
         contains,
@@ -115,12 +129,13 @@ class Score:
         return dataclasses.replace(answers, samples=tuple(map(self._scored, answers.samples)))
 
     def _scored(self, sample: AnsweredQuestion) -> AnsweredQuestion:
-        if sample.answer.refused:
+        if sample.missing:
             return sample
         try:
             table = transcription.is_table(sample.expected)  # in Markdown it has the separator in it
             targets = [sample.expected] if table else sample.expected.split(SEPARATOR)
-            values = [self.rule(sample.text, expected) for expected in targets]
+            text = unicodedata.normalize("NFC", sample.text)
+            values = [self.rule(text, unicodedata.normalize("NFC", expected)) for expected in targets]
             value = max((float(value) for value in values if value is not None), default=None)
             number = 0.0 if value is None else value
         except Exception as error:  # whatever a user's own function raises
@@ -186,7 +201,7 @@ def choose_score(named: Score | None, suite: LoadedSuite, baseline: SuiteAnswers
     """The score of a suite's answers: the named one, or one chosen by the baseline's first answers; None: the suite's own."""
     if named is not None or CUSTOM not in suite.tasks:
         return named
-    first = [sample for sample in baseline.samples if not sample.answer.refused][:LOOK]
+    first = [sample for sample in baseline.samples if not sample.missing][:LOOK]
     names = ("exact", "normalized", "contains")
     right = {name: sum(sample.score for sample in map(_named(name)._scored, first)) for name in names}
     # `contains` accepts most; a stricter rule is taken if it loses at most a fifth of that, as verbose answers are then rare.
@@ -204,7 +219,19 @@ def _named(name: str) -> Score:
 
 
 def _words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles, numbers as digits; texts of only articles or punctuation are kept."""
-    plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,%'-]", " ", text.casefold())
-    words = [scoring.NUMBERS.get(word, word) for word in (word.strip("'-") for word in plain.split()) if word]
+    """Lower-case words without punctuation and articles; texts of only articles or punctuation are kept.
+
+    Small numbers are digits, digits those of ASCII, and numbers keep their sign. Marks that combine with a letter, such as the
+    vowel signs of Hindi and Thai, belong to it.
+    """
+    plain = "".join(
+        character for character in folded(text) if unicodedata.category(character) != "Cf"
+    )  # invisible ones
+    plain = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), plain)
+    plain = _SIGN.sub("-", plain)
+    plain = re.sub(r"(?<!\d)[.,](?!\d)|[.,](?!\d)", " ", plain)
+    plain = "".join(c if c in ".,%'-_" or unicodedata.category(c)[0] in "LMN" else " " for c in plain)
+    plain = re.sub(rf"(?<={_UNSPACED.pattern})(?=-?\d)|(?<=\d)(?={_UNSPACED.pattern})", " ", plain)
+    stripped = (word.rstrip("'-").lstrip("'" if re.match(r"-\.?\d", word) else "'-") for word in plain.split())
+    words = [scoring.NUMBERS.get(word, word) for word in stripped if word]
     return [word for word in words if word not in scoring.ARTICLES] or words or text.split()

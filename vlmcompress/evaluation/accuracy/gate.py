@@ -9,6 +9,7 @@
         minimum: 300       # samples
         unparsed: 0.02     # share of the candidate's texts without a parsable answer
         divergence: 0.05   # mean, in nats
+        calibrated: 0      # share of samples with an image that the candidate was calibrated on
     speed:
       - {metric: request_throughput, mode: serve, state: cold, at_least: 1.0}
     size: 0.6              # candidate's weights over the baseline's, at most
@@ -48,7 +49,8 @@ class SuiteRules(_Strict):
     family_margin: Share | None = None
     minimum: int = Field(default=0, ge=0)
     unparsed: float | None = Field(default=None, ge=0, le=1)
-    divergence: float | None = Field(default=None, ge=0)
+    divergence: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    calibrated: float | None = Field(default=None, ge=0, le=1)
 
 
 class SpeedRule(_Strict):
@@ -57,7 +59,7 @@ class SpeedRule(_Strict):
     metric: str
     mode: Literal["serve", "offline"] = "serve"
     state: State = "cold"
-    at_least: float = Field(gt=0)
+    at_least: float = Field(gt=0, allow_inf_nan=False)
 
 
 class GateFile(_Strict):
@@ -67,7 +69,7 @@ class GateFile(_Strict):
     about: str = ""
     suites: dict[str, SuiteRules] = {}
     speed: list[SpeedRule] = []
-    size: float | None = Field(default=None, gt=0)
+    size: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 def judge(results: Results, gate: GateFile) -> Gate:
@@ -219,9 +221,18 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[GateRul
             )
         )
     if rules.unparsed is not None:
-        share = suite.unparsed[1] / suite.samples
+        share = (suite.unparsed[1] + suite.unfinished[1]) / suite.samples
         limit = f"at most {100 * rules.unparsed:.1f}%"
         judged.append(_bound(f"{suite.name}: unparsed answers", share <= rules.unparsed, f"{100 * share:.1f}%", limit))
+    if rules.calibrated is not None:
+        name, limit = f"{suite.name}: images of the calibration", f"at most {100 * rules.calibrated:.1f}%"
+        if suite.calibrated is None:
+            judged.append(
+                _missing(name, "the candidate's manifest does not tell which images it was calibrated on", limit)
+            )
+        else:
+            share = suite.calibrated / suite.samples
+            judged.append(_bound(name, share <= rules.calibrated, f"{100 * share:.1f}%", limit))
     if rules.divergence is not None:
         name, limit = f"{suite.name}: divergence", f"at most {rules.divergence:g} nats"
         if suite.divergence is None:
@@ -266,12 +277,10 @@ def _speed(results: Results, rule: SpeedRule) -> GateRule:
     if ratio.interval is None:
         reason = "one repeat can't tell; run vlmcompress bench with more --repeats"
         return GateRule(name=name, verdict="inconclusive", value="", limit=limit, reason=reason)
-    middle, (low, high) = ratio.ratio, ratio.interval
-    if not ratio.higher_is_better:
-        middle, low, high = (1 / value if value > 0 else float("inf") for value in (middle, high, low))
+    low, high = ratio.interval
     verdict: Verdict = "pass" if low >= rule.at_least else "fail" if high < rule.at_least else "inconclusive"
     reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
-    value = f"{times(middle)} ({low:.2f} to {high:.2f})"
+    value = f"{times(ratio.gain)} ({low:.2f} to {high:.2f})"
     return GateRule(name=name, verdict=verdict, value=value, limit=limit, reason=reason)
 
 

@@ -23,9 +23,12 @@ from PIL import Image
 
 from vlmcompress.engines import Answer, Request
 from vlmcompress.evaluation.accuracy import benchmarks, local_data
+from vlmcompress.evaluation.accuracy.thoughts import UNFINISHED, Thoughts
+from vlmcompress.models.data.provenance import HASH
 from vlmcompress.models.data.samples import MARK, Sample
 from vlmcompress.models.data.video import Video
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.identity import image_digest
 
 MAX_TOKENS = 256  # lm-eval's default
 Ask = Callable[[Sequence[Request]], Mapping[str, Answer]]
@@ -38,18 +41,22 @@ class EngineLM(LM):
         ask: function that answers requests greedily, by id.
         identify: function from a request of lm-eval to its sample id.
         media: folder to which each image is written once.
+        thoughts: how the model thinks.
 
     Attributes:
-        requests, answers: all requests and answers so far, by sample id; answers are cut at the task's stop strings.
+        requests, answers: all requests and answers so far, by sample id; answers are without thoughts, and cut at the task's
+            stop strings.
+        pictures: hashes of each sample's images, as in a manifest's calibration data.
     """
 
     MULTIMODAL = True
 
-    def __init__(self, ask: Ask, identify: Callable[[Instance], str], media: Path):
+    def __init__(self, ask: Ask, identify: Callable[[Instance], str], media: Path, thoughts: Thoughts | None = None):
         super().__init__()
-        self._ask, self._identify, self._media = ask, identify, media
+        self._ask, self._identify, self._media, self._thoughts = ask, identify, media, thoughts or Thoughts()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
+        self.pictures: dict[str, frozenset[str]] = {}
 
     @property
     def tokenizer_name(self) -> str:
@@ -71,8 +78,17 @@ class EngineLM(LM):
             stops[identity], request = self._request(identity, *instance.args)
             self.requests[identity] = request
         answers = self._ask([self.requests[identity] for identity in dict.fromkeys(ids)])
-        self.answers |= {identity: cut(answers[identity], stops[identity]) for identity in ids}
+        # A server's chat template is unknown: it opens thoughts if some answers only close them.
+        begun = any(self._thoughts.ends_without_beginning(answer.text) for answer in answers.values())
+        self.answers |= {identity: cut(self._answer(answers[identity], begun), stops[identity]) for identity in ids}
         return [self.answers[identity].text for identity in ids]
+
+    def _answer(self, answer: Answer, begun: bool) -> Answer:
+        """The answer without thoughts; without text, and `UNFINISHED`, if they do not end."""
+        if not answer.text:
+            return answer
+        text = self._thoughts.answer(answer.text, begun and answer.finish == "length")
+        return replace(answer, text="", finish=UNFINISHED) if text is None else replace(answer, text=text)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise UserError(f"task {requests[0].task_name} compares log-likelihoods; only output_type generate_until works")
@@ -89,6 +105,9 @@ class EngineLM(LM):
         visuals = list((media or {}).get("visual") or ())
         videos = [video.save(self._media) for video in visuals if isinstance(video, Video)]
         images = [write_image(image, self._media) for image in visuals if not isinstance(image, Video)]
+        self.pictures[identity] = frozenset(
+            image_digest(image.convert("RGB")).hex()[:HASH] for image in visuals if not isinstance(image, Video)
+        )
         stops = options.get("until") or []
         return (
             [stops] if isinstance(stops, str) else list(stops),

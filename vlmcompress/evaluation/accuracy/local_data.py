@@ -29,8 +29,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors
 
 VARIABLE = "VLMCOMPRESS_DATA"
-VIDEOS = (".mp4", ".mkv", ".webm", ".mov", ".avi")
-IMAGES = ("image", "images", "decoded_image", *(f"image_{number}" for number in range(1, 8)))
+IMAGES = ("image", "images", *(f"image_{number}" for number in range(1, 8)))
 
 
 def load(
@@ -40,7 +39,6 @@ def load(
     id: str = "",
     family: str = "",
     where: Mapping[str, Any] | None = None,
-    video: str = "",
     data: str | None = None,
     pretrained: str | None = None,
     **_: Any,
@@ -53,8 +51,6 @@ def load(
         split: name of the split; of several files only those whose name begins with it are read, if there are any.
         id, family: Jinja templates over a row's columns for the new columns `id` and `family`.
         where: keep only rows whose columns have these values.
-        video: Jinja template of the name of a row's video file, without its suffix, for the new column `video`: the file's path
-            anywhere in the copy, or empty.
         data: path of the copy; see the module.
         pretrained: folder of the model that is evaluated.
 
@@ -70,14 +66,9 @@ def load(
         dataset = dataset.select([row for row, cell in enumerate(dataset[column]) if cell == value])
     if not len(dataset):
         raise UserError(f"{path} has no samples with {dict(where or {})}; give data that has some")
-    for column, template in (("id", id), ("family", family), ("video", video)):
+    for column, template in (("id", id), ("family", family)):
         if template:
             dataset = _with_column(dataset, column, template, path)
-    if video:
-        folder = path if path.is_dir() else path.parent
-        files = {file.stem: str(file) for file in folder.rglob("*") if file.suffix.lower() in VIDEOS}
-        paths = [files.get(name, "") for name in dataset["video"]]
-        dataset = dataset.remove_columns(["video"]).add_column("video", paths)
     return {"test": dataset}
 
 
@@ -112,13 +103,6 @@ def images(doc: Mapping[str, Any]) -> LazyImages:
 def row_media(doc: Mapping[str, Any]) -> Sequence[Image.Image | Video]:
     """The images of a row, then its videos, which are not decoded."""
     return [*images(doc), *doc["videos"]] if doc["videos"] else images(doc)
-
-
-def video(doc: Mapping[str, Any]) -> list[Video]:
-    """The video in the column `video`, which `load` adds."""
-    if not doc["video"]:
-        raise UserError(f"sample '{doc['id']}': its video is missing; unpack the data set's videos next to its table")
-    return [Video(Path(doc["video"]), f"sample '{doc['id']}'")]
 
 
 def image_source(value: Mapping[str, Any]) -> bytes | Path:

@@ -1,4 +1,4 @@
-"""Pages of text for the suite `pages`, drawn here and not downloaded, and those of OmniDocBench from a local copy.
+"""Pages of text for the suite `pages`, drawn here and not downloaded.
 
     text("columns", 7)     the text of the eighth page with two columns: random words, numbers and codes
     draw("columns", 7)     its image
@@ -21,9 +21,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from vlmcompress.evaluation.accuracy import local_data, transcription
 from vlmcompress.models.data.samples import MARK, LazyImages
-from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import foreign_errors
 
 FAMILIES = {"paragraphs": 80, "columns": 80, "table": 80, "noise": 60, "turned": 60, "label": 40, "blank": 20}
 """Family -> number of pages. `noise`: paragraphs with speckles, little contrast and blur; `turned`: by 1 to 5 degrees."""
@@ -42,9 +40,6 @@ WORDS = _WORDS.split()
 _MONTHS = "January February March April May June July August September October November December"
 MONTHS = _MONTHS.split()
 MARGIN, GUTTER = 28, 40  # around a page, between its columns; pixels
-BLOCKS = dict.fromkeys(("title", "text_block", "code_txt", "code_txt_caption", "reference"), "text")
-BLOCKS |= {"table": "html", "equation_isolated": "latex"}
-"""Kind of a block in OmniDocBench -> the key of its content."""
 
 
 def text(family: str, number: int) -> str:
@@ -214,43 +209,6 @@ def load(data: str | None = None, **_: Any) -> dict[str, Any]:
         for family, count in FAMILIES.items()
         for number in range(count)
     ]
-    return {"test": datasets.Dataset.from_list(rows)}
-
-
-def load_omnidocbench(**options: Any) -> dict[str, Any]:
-    """OmniDocBench's pages for lm-eval: `OmniDocBench.json` of a local copy, with the images anywhere next to it.
-
-    A page's text is that of the blocks that the benchmark scores, in reading order, tables in HTML and formulas in LaTeX;
-    captions, footnotes, headers, footers and page numbers are left out, as its `end2end_dataset.py` does.
-
-    Raises:
-        UserError: there is no copy, it is in another form, or images are missing.
-    """
-    import datasets
-
-    path = local_data.copy_of(**options)
-    file = path if path.is_file() else next(path.rglob("OmniDocBench.json"), path / "OmniDocBench.json")
-    with foreign_errors(f"{file} can't be read", "; download it again"):
-        pages = json_files.read(file)
-    files = {image.name: image for image in file.parent.rglob("*") if image.suffix.lower() in (".jpg", ".jpeg", ".png")}
-    rows = []
-    try:
-        for page in pages:
-            about = page["page_info"]
-            blocks = [
-                block for block in page["layout_dets"] if block["category_type"] in BLOCKS and not block.get("ignore")
-            ]
-            blocks.sort(key=lambda block: block.get("order") or 0)
-            texts = [block.get(BLOCKS[block["category_type"]]) for block in blocks]
-            name, family = Path(about["image_path"]).name, about["page_attribute"]["data_source"]
-            image = {"bytes": None, "path": str(files[name]) if name in files else None}
-            rows.append({"id": name, "family": family, "image": image, "answer": "\n\n".join(filter(None, texts))})
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{file} is not in the form of OmniDocBench.json ({error!r}); download it again") from error
-    if absent := [row["id"] for row in rows if row["image"]["path"] is None]:
-        raise UserError(
-            f"{file}: {len(absent)} of {len(rows)} images are missing, e.g. {absent[0]}; put the data set's images next to it"
-        )
     return {"test": datasets.Dataset.from_list(rows)}
 
 

@@ -6,14 +6,18 @@ Options of a multiple-choice question are letter -> text. A text without a choic
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+
+def folded(text: str) -> str:
+    """The text without differences of case and of Unicode's normal forms (NFC: one code point for a letter with its accent)."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", text).casefold())
 
 
 def normalise(text: str) -> str:
-    """Normalize a text for comparison: case-folded, spaces collapsed, one final full stop dropped."""
-    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
+    """Normalize a text for comparison: `folded`, spaces collapsed, one final full stop of any script dropped."""
+    return re.sub("[.\u3002\uff0e\uff61\u0964\u06d4]$", "", " ".join(folded(text).split())).rstrip()
 
 
 def relaxed(answer: str, expected: str, tolerance: float = 0.05) -> bool:
@@ -43,10 +47,10 @@ def anls(answer: str, expected: Sequence[str], threshold: float = 0.5) -> float:
     Case and runs of spaces don't matter. Biten et al. 2019 (ST-VQA, arXiv 1905.13648, equation 1) and the evaluation
     script of DocVQA's challenge (rrc.cvc.uab.es, challenge 17).
     """
-    text = " ".join(answer.lower().split())
+    text = " ".join(folded(answer).split())
     best = 0.0
     for other in expected:
-        other = " ".join(other.lower().split())
+        other = " ".join(folded(other).split())
         longest = max(len(text), len(other))
         best = max(best, 1 - levenshtein(text, other) / longest if longest else 1.0)
     return best if best >= threshold else 0.0
@@ -86,19 +90,6 @@ def yes_or_no(answer: str) -> str | None:
     return "no" if words & {"no", "not"} else "yes" if "yes" in words else None
 
 
-def final_number(answer: str) -> float | None:
-    """The number after the last `####`, else the last number in the text.
-
-    GSM8K (Cobbe et al. 2021, arXiv 2110.14168) marks answers by `####`; for models that don't, the last number is what
-    lm-eval's `flexible-extract` takes.
-    """
-    marked = answer.rpartition("####")[2]
-    numbers = _NUMBER.findall(marked)
-    if not numbers:
-        return None
-    return float((numbers[0] if "####" in answer else numbers[-1]).replace(",", ""))
-
-
 _MMMU_KEYS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
 _MMMU_NUMBERS = (
     r"-?\b\d{1,3}(?:,\d{3})+\b",  # with commas
@@ -126,22 +117,6 @@ def mmmu_choice(answer: str, options: Mapping[str, str]) -> str | None:
     lower = text.lower()
     places = {letter: lower.rfind(option.lower()) for letter, option in options.items() if option.lower() in lower}
     return max(places, key=lambda letter: places[letter]) if long and places else None
-
-
-def mmmu_pro_choice(answer: str, options: Mapping[str, str]) -> str | None:
-    """The only option letter after the last "Answer:"; else as `mmmu_choice`; else the last letter with a full stop after it.
-
-    As `parse_multi_choice_response` of MMMU-Pro (MMMU-Benchmark/MMMU, `mmmu-pro/evaluate.py`), which looks for letters in words
-    as well, prefers full stops to the options' texts, and draws an option where this returns None.
-    """
-    _, marked, tail = answer.rpartition("Answer:")
-    named = [letter for letter in options if letter in tail] if marked else []
-    if len(named) == 1:
-        return named[0]
-    if (letter := mmmu_choice(answer, options)) is not None:
-        return letter
-    stopped = re.findall(rf"\b([{''.join(options)}])\.", answer)
-    return stopped[-1] if stopped else None
 
 
 def mmmu_open(answer: str, expected: Sequence[str]) -> bool:
@@ -254,54 +229,3 @@ def contains(answer: str, expected: Sequence[str], formulas: bool = False) -> bo
         return text.replace(" ", "") if formulas else text.lower()
 
     return any(form(text) in form(answer) for text in expected)
-
-
-def video_mme_choice(answer: str) -> str | None:
-    """The first A, B, C or D, wherever it stands, after what answers begin with, such as "The best answer is".
-
-    Video-MME (Fu et al. 2024, arXiv 2405.21075; `eval_your_results.py`).
-    """
-    begun = r"(?:The )?(?:[Bb]est |[Cc]orrect )?(?:[Aa]nswer|[Oo]ption)(?: is|:)|The answer"
-    letter = re.search("[ABCD]", re.sub(begun, "", answer))
-    return letter and letter[0]
-
-
-def final_letter(answer: str, options: int) -> str | None:
-    """The letter after the first "answer is", else after the last "Answer:", else the last that stands alone.
-
-    MMLU-Pro (Wang et al. 2024, arXiv 2406.01574; TIGER-AI-Lab/MMLU-Pro, `evaluate_from_api.py`), which draws an option where
-    this returns None. Letters are those of the first `options` options.
-    """
-    letters = f"[A-{chr(ord('A') + options - 1)}]"
-    patterns = {rf"answer is \(?({letters})\b\)?": 0, rf"[aA]nswer:\s*\(?({letters})\b": -1, rf"\b({letters})\b": -1}
-    for pattern, place in patterns.items():
-        if matches := re.findall(pattern, answer):
-            return matches[place]
-    return None
-
-
-def mathvista_value(answer: str, kind: str, choices: Sequence[str] = (), precision: int | None = None) -> str | None:
-    """The value in an answer, in the form of MathVista's expected answers; None: none was found.
-
-    A choice is its text: that of the letter as of `mmmu_choice`, else the choice of the smallest edit distance to a short
-    answer. Numbers are the last ones in the text: an `integer` cut, a `float` rounded to `precision` digits. A `list` is the
-    last one in brackets. MathVista (Lu et al. 2023, arXiv 2310.02255; lupantech/MathVista, `calculate_score.py`) applies this
-    normalization to the output of a language model (`extract_answer.py`); here these rules extract the value.
-    """
-    text = answer.strip()
-    if kind == "choice":
-        options = {chr(ord("A") + index): choice for index, choice in enumerate(choices)}
-        if (letter := mmmu_choice(text, options)) is not None:
-            return options[letter]
-        near = min(choices, key=lambda choice: levenshtein(text.lower(), choice.lower()), default=None)
-        return near if near is not None and levenshtein(text.lower(), near.lower()) <= len(near) // 2 else None
-    if kind == "list":
-        lists = re.findall(r"\[[^\[\]]*\]", text)
-        return lists[-1] if lists else None
-    if kind not in ("integer", "float"):
-        return text or None
-    numbers = _NUMBER.findall(text)
-    if not numbers:
-        return None
-    number = float(numbers[-1].replace(",", ""))
-    return str(int(number)) if kind == "integer" else str(round(number, precision if precision is not None else 2))

@@ -13,12 +13,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vlmcompress.evaluation.accuracy import catalogue, local_data
 from vlmcompress.evaluation.accuracy.compare import WITHOUT_FAMILY
+from vlmcompress.evaluation.accuracy.thoughts import Thoughts, of_models
 from vlmcompress.models.data import sources
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import PLAIN, Reading
@@ -57,6 +58,7 @@ class LoadedSuite:
         derived_ids: whether some samples had no id in the data and got a hash of their content.
         tasks: name -> lm-eval task with only the chosen documents.
         places: the chosen samples, in the order of asking.
+        thoughts: how the models think before they answer.
     """
 
     name: str
@@ -69,6 +71,7 @@ class LoadedSuite:
     derived_ids: bool
     tasks: Mapping[str, Any]
     places: tuple[Place, ...]
+    thoughts: Thoughts = Thoughts()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -99,6 +102,7 @@ def load_suite(
     limit: int | None = None,
     seed: int = 0,
     reading: Reading = PLAIN,
+    thoughts: Thoughts | None = None,
 ) -> LoadedSuite:
     """Load a suite and choose its samples.
 
@@ -109,10 +113,12 @@ def load_suite(
         candidate, baseline: checkpoints; the data bundled with a demo model is found next to them.
         limit: number of samples to choose, in proportion to the families, and reproducible by the seed.
         reading: how rows of plain data are read.
+        thoughts: how the models think; None: as their chat templates say.
 
     Raises:
         UserError: no such suite or data, no samples, duplicate ids, or missing images.
     """
+    thoughts = of_models(candidate, baseline) if thoughts is None else thoughts
     if suite is None and data is not None:
         suite, data = data, None
     name = DEFAULT if suite is None else str(suite)
@@ -130,14 +136,25 @@ def load_suite(
     elif Path(name).exists() or len(Path(name).parts) > 1 or Path(name).suffix:
         if data is not None:
             raise UserError(f"suite {name} is already data; leave out --data {data}")
-        return _custom(Path(name), reading, limit, seed)
+        return _longer(_custom(Path(name), reading, limit, seed), thoughts)
     else:
-        raise UserError(f"no suite is called '{name}'{did_you_mean(name, catalogue.task_names())}")
+        source, tasks = data, _load_tasks(name, {}, own=True)
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
     if not source:
         config = next(iter(tasks.values())).config
         source = (config.dataset_kwargs or {}).get("data_files") or config.dataset_path or ""
-    return _choose(name, str(source), tasks, limit, seed)
+    return _longer(_choose(name, str(source), tasks, limit, seed), thoughts)
+
+
+def _longer(suite: LoadedSuite, thoughts: Thoughts) -> LoadedSuite:
+    """The suite with room for thoughts in its answers."""
+    longest = 0
+    for task in suite.tasks.values():
+        options = dict(task.config.generation_kwargs or {})
+        options["max_gen_toks"] = thoughts.most_tokens(int(options.get("max_gen_toks", 256)))
+        task.set_config("generation_kwargs", options)
+        longest = max(longest, options["max_gen_toks"])
+    return replace(suite, thoughts=thoughts, max_tokens=longest)
 
 
 @contextlib.contextmanager
@@ -157,16 +174,17 @@ def quiet_lm_eval() -> Iterator[None]:
         building.tqdm = bar
 
 
-def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
+def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = (), own: bool = False) -> Any:
+    """lm-eval's index of our tasks and those in `folders`; `own`: also of lm-eval's own tasks, which takes seconds."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=False, metadata=dict(metadata))
+    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=own, metadata=dict(metadata))
 
 
-def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tasks of a bundled suite or of a YAML file."""
+def _load_tasks(name: str, metadata: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
+    """Load the tasks of a suite: bundled, of a YAML file, or one of lm-eval's `own`, whose data `datasets` downloads."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -174,7 +192,11 @@ def _load_tasks(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with quiet_lm_eval():
             if file.suffix not in YAML:
-                return _manager(metadata).load([name])["tasks"]
+                manager = _manager(metadata, own=own)
+                if own and name not in manager.all_tasks:
+                    close = did_you_mean(name, catalogue.task_names())
+                    raise UserError(f"no suite is called '{name}', here or in lm-eval{close}")
+                return manager.load([name])["tasks"]
             # Private in lm-eval 0.4.13; `TaskManager.load` only accepts the name of a group, which is in the file.
             from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -253,7 +275,7 @@ def _choose(name: str, source: str, tasks: dict[str, Any], limit: int | None, se
         source=source,
         metric=metrics.pop() if len(metrics) == 1 else "score",
         scoring=str((first.config.metadata or {}).get("scoring", "")),
-        max_tokens=max(int((task.config.generation_kwargs or {}).get("max_gen_toks", 256)) for task in kept.values()),
+        max_tokens=0,  # see `_longer`
         available=len(rows),
         seed=seed,
         derived_ids=any(derived for *_, derived in rows),

@@ -327,6 +327,8 @@ def _engine(subject: _Subject) -> str:
         name, expected, got = wrong[0]
         raise UserError(f"{len(wrong)} layers would be misread, first '{name}': {expected}, read as {got}")
     quantized = sum(group is not None for group in subject.groups.values())
+    if subject.stored and all(subject.stored.reader.quantizes(subject.stored.block, name) is None for name in groups):
+        return f"tensors alone decide which {quantized} of {len(subject.groups)} layers are quantized"
     return f"memory, disk and vLLM agree by name on which {quantized} of {len(subject.groups)} layers are quantized, and how"
 
 

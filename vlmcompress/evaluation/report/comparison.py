@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
-from vlmcompress.evaluation.report import files, html, words
-from vlmcompress.evaluation.report.charts import HALF, Point, both, pareto
-from vlmcompress.evaluation.report.findings import Findings
+from markupsafe import Markup
+
+from vlmcompress.evaluation.report import files, html, plots, words
+from vlmcompress.evaluation.report.findings import Findings, SuiteFindings
 from vlmcompress.evaluation.report.text import MARKS, escape, markdown_table
 from vlmcompress.evaluation.results import Comparison, Results, Verdict, load_results
 from vlmcompress.utils.errors import UserError
@@ -26,6 +27,9 @@ from vlmcompress.utils.text import table as aligned
 
 SCHEMA = 1
 COMPARISON = "comparison.json"
+_PLOT = (
+    "Up and right is better. Filled: the best trade-offs. Bars are intervals; the shaded region is beyond the margin."
+)
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,11 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
                 baseline=run.baseline.name,
                 weight_bytes=after,
                 smaller=before / after if before and after else None,
-                faster=words.gain_ratio(speed, speed.ratio) if speed else None,
+                faster=speed.gain if speed else None,
                 speed_of=speed_of,
                 speed_differs=speed is not None and not words.unclear(speed),
                 verdict=findings.verdict,
-                held_to=f"gate {run.gate.name}" if run.gate else limit,
+                held_to=run.gate.title if run.gate else limit,
                 suites={s.suite.name: s.overall for s in findings.suites},
             )
         )
@@ -245,28 +249,73 @@ def recovery_tables(rows: Sequence[Row]) -> list[Recovery]:
 
 
 def page(runs: Sequence[Results], rows: Sequence[Row]) -> str:
-    """The comparison's `report.html`; charts of accuracy where at least two candidates have a gain."""
-    suites = [(row, s.rows, s.suite.name) for run, row in zip(runs, rows, strict=True) for s in Findings(run).suites]
-    sections = []
-    for name in dict.fromkeys(suite for _, _, suite in suites):
-        measured = [(row, lines) for row, lines, suite in suites if suite == name]
-        families = dict.fromkeys(family.name for _, (_, *by_family) in measured for family in by_family)
-        drawn = []
-        for what, title in (("smaller", "size"), ("faster", "speed")):
-            dots = [
-                Point(row.name, ratio, lines[0].comparison) for row, lines in measured if (ratio := getattr(row, what))
+    """The comparison's `report.html`; plots of accuracy where at least two candidates have a gain."""
+    numbered = {row.name: f"{number} {row.name}" for number, row in enumerate(rows, start=1)}
+    lines = []
+    for row in rows:
+        link = Markup('<a href="{}/report.html">{}</a>').format(quote(row.folder), numbered[row.name])
+        faster = times(row.faster) + ", can't tell" * (not row.speed_differs) if row.faster else ""
+        verdict = html.pill(row.verdict) if row.verdict else ""
+        weights, smaller = (
+            (size(row.weight_bytes) if row.weight_bytes else ""),
+            (times(row.smaller) if row.smaller else ""),
+        )
+        lines.append((link, verdict, row.scheme, row.baseline, weights, smaller, faster))
+    head = ["candidate", "verdict", "scheme", "baseline", "weights", "smaller", "faster"]
+    parts = [html.table(head, lines, look="cards")]
+    if measured := list(dict.fromkeys(row.speed_of for row in rows if row.speed_of)):
+        parts.append(html.note(f"Faster: {'; '.join(measured)}."))
+    sections = [html.section("runs", "Candidates", *parts)]
+    suites = [(row, s) for run, row in zip(runs, rows, strict=True) for s in Findings(run).suites]
+    for name in dict.fromkeys(s.suite.name for _, s in suites):
+        measured_on = [(row, s) for row, s in suites if s.suite.name == name]
+        plotted = [plot for what in ("smaller", "faster") for plot in _plot(measured_on, what, list(numbered))]
+        overall = [s.rows[0]._replace(name=numbered[row.name]) for row, s in measured_on]
+        drawn = [{"kind": "plots", "plots": plotted}, html.note(_PLOT)] if plotted else []
+        parts = [*drawn, *html.differences("candidate", overall)]
+        families = dict.fromkeys(line.name for _, s in measured_on for line in s.rows[1:])
+        if families:
+            cells = [{line.name: line.comparison for line in s.rows[1:]} for _, s in measured_on]
+            by_family = [
+                (
+                    family,
+                    *(
+                        html.strong(points(c.difference), c.verdict == "fail") if (c := of.get(family)) else ""
+                        for of in cells
+                    ),
+                )
+                for family in families
             ]
-            if len(dots) > 1:
-                margin = max(overall.comparison.margin for _, (overall, *_) in measured)
-                drawn.append((f"Accuracy against {title}", both(partial(pareto, dots, f"times {what}", margin), HALF)))
-        by_name = [{line.name: line for line in by_family} for _, (_, *by_family) in measured]
-        section = {
-            "name": name,
-            **html.accuracy_rows([overall._replace(name=row.name) for row, (overall, *_) in measured]),
-            "charts": drawn,
-            "families": {family: [lines.get(family) for lines in by_name] for family in families},
-        }
-        sections.append(section)
-    return html.fill_template(
-        "comparison.html.j2", rows=rows, suites=sections, headline=headline(rows), recovery=recovery_tables(rows)
+            columns = ["family", *(numbered[row.name] for row, _ in measured_on)]
+            parts += [html.heading("By family, points from the baseline"), html.table(columns, by_family, look="short")]
+            parts.append(
+                html.note("Red and bold: more than the margin is lost, after correction for the number of families.")
+            )
+        sections.append(html.section("", f"Accuracy on {name}", *parts))
+    return html.fill_page(
+        title=f"{len(rows)} candidates compared",
+        eyebrow="What compression cost and what it won",
+        heading=f"{len(rows)} candidates compared",
+        verdict=None,
+        headline=headline(rows),
+        notes=["A point is one answer in a hundred. A family is a group of questions of one kind."] if suites else [],
+        sections=sections,
     )
+
+
+def _plot(
+    measured: Sequence[tuple[Row, SuiteFindings]], gain: str, names: Sequence[str]
+) -> list[tuple[str, html.Part]]:
+    """The plot of accuracy against a gain, `smaller` or `faster`, if at least two candidates have it."""
+    dots = []
+    for row, s in measured:
+        if value := getattr(row, gain):
+            c = s.overall
+            ends = {"difference": c.difference, "low": c.low, "high": c.high, "tone": c.verdict}
+            dots.append({"number": 1 + names.index(row.name), "name": row.name, "gain": value, **ends})
+    if len(dots) < 2:
+        return []
+    label = f"Accuracy against times {gain}: " + "; ".join(f"{dot['name']} {times(dot['gain'])}" for dot in dots)
+    plot = plots.scatter(dots, f"times {gain}", max(s.overall.margin for _, s in measured), label)
+    title = f"Accuracy against {'size' if gain == 'smaller' else 'speed'}, points from the baseline"
+    return [(title, plot)]

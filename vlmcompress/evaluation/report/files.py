@@ -91,7 +91,7 @@ def junit(findings: Findings) -> str:
             (rule.name, rule.verdict, f"{rule.value}, limit {rule.limit}" + f": {rule.reason}" * bool(rule.reason))
             for rule in gate.rules
         ]
-        groups = [(f"gate {gate.name}", cases)]
+        groups = [(gate.title, cases)]
     root = ElementTree.Element(
         "testsuites", name=printable(f"{results.candidate.name} against {results.baseline.name}")
     )

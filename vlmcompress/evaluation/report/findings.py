@@ -4,12 +4,15 @@ verdicts."""
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from vlmcompress.evaluation.accuracy import catalogue
 from vlmcompress.evaluation.accuracy.compare import changed_answers
+from vlmcompress.evaluation.accuracy.tasks import BUNDLED
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Ratio, Results, Scored, Side, Suite, Verdict
 from vlmcompress.utils.text import figures, size, smaller
@@ -78,10 +81,12 @@ class SuiteFindings:
     @property
     def suspect(self) -> list[tuple[str, tuple[int, int]]]:
         """Counts of suspect answers: kind, (of the baseline, of the candidate)."""
+        unfinished = f"thoughts that {self.suite.max_tokens} tokens do not end (raise --max-tokens)"
         return [
             ("no answer found in the text", self.suite.unparsed),
             ("not answered, as the model or engine raised", self.suite.refused),
-            ("empty answers", self.suite.empty),
+            (words.empty(self.suite), self.suite.empty),
+            *[(unfinished, self.suite.unfinished)] * any(self.suite.unfinished),
             (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
         ]
 
@@ -113,10 +118,13 @@ class Findings:
         """The summary of the report, as sentences."""
         results, lines, several = self.results, [], len(self.suites) > 1
         if gate := results.gate:
-            lines.append(f"Gate {gate.name}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
+            title = gate.title[:1].upper() + gate.title[1:]
+            lines.append(f"{title}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
         elif several and self.verdict:
             lines.append(f"Accuracy: {words.tally(self.verdict, [s.suite.overall.verdict for s in self.suites])}.")
-        lines += [f"{s.suite.name}: " * several + words.verdict_text(s.overall) for s in self.suites]
+        for s in self.suites:
+            sentences = [words.verdict_text(s.overall), *words.doubt(s.suite), *words.calibrated(s.suite)]
+            lines.append(f"{s.suite.name}: " * several + " ".join(sentences))
         lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in s.fallen]
         before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
         if before and after and before != after:
@@ -221,6 +229,32 @@ class Findings:
         bench = self.results.bench
         speed = [words.speed_method(bench)] if bench else []
         return [*map(words.accuracy_method, self.results.suites), *speed]
+
+    @property
+    def bench_command(self) -> str:
+        """The command that measures, or measured, the speed of the two."""
+        sides = f"{shlex.quote(self.results.candidate.path)} --baseline {shlex.quote(self.results.baseline.path)}"
+        if not (bench := self.results.bench):
+            return f"vlmcompress bench {sides}"
+        load = f"--load {bench.load} --requests {bench.requests}"
+        return f"vlmcompress bench {sides} {load} --out-tokens {bench.out_tokens} --repeats {bench.repeats}"
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands that evaluate and measure the two again; flags that change nothing here are left out."""
+        results = self.results
+        sides = f"{shlex.quote(results.candidate.path)} --baseline {shlex.quote(results.baseline.path)}"
+        lines = []
+        for suite in results.suites:
+            engine = results.candidate.engine.get("name", "vllm")
+            flags = f" --suite {shlex.quote(suite.name)}" if suite.name in catalogue.task_names() else ""
+            if suite.source and not (flags and suite.name.partition("_")[0] in BUNDLED):
+                flags += f" --data {shlex.quote(suite.source)}"
+            flags += f" --engine {shlex.quote(str(engine))}"
+            if suite.samples < suite.available:
+                flags += f" --limit {suite.samples} --seed {suite.seed}"
+            lines.append(f"vlmcompress eval {sides}{flags}")
+        return [*lines, *[self.bench_command] * (results.bench is not None)]
 
     @property
     def about(self) -> str:

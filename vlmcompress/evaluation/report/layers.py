@@ -1,4 +1,4 @@
-"""`vlmcompress report-error`: errors of layers as JSON data, as text and as a page with heat maps.
+"""`vlmcompress report --errors`: errors of layers as JSON data and as text.
 
 For one checkpoint the worst layers, for two (`first`, `other`) also the changes by modality from the first to the other.
 """
@@ -10,14 +10,11 @@ from typing import Any
 
 from vlmcompress.evaluation.doctor import layer_errors
 from vlmcompress.evaluation.doctor.layer_errors import Change, LayerErrors
-from vlmcompress.evaluation.report import heatmap, words
-from vlmcompress.evaluation.report.html import fill_template
 from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.utils.text import figures, percentage, table, times
 
 CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
 ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
-_WORST = 20  # layers in the page's open table
 
 
 def layer_errors_json(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
@@ -131,38 +128,3 @@ def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
         rounding = (percentage(part["error"][kind]) if kind in part["error"] else "-" for kind in kinds)
         rows.append((layer, {"k": "keys", "v": "values"}[name], *maxima, *clipped, *rounding))
     return rows
-
-
-def layers_page(first: LayerErrors, other: LayerErrors | None = None) -> str:
-    """A page with a heat map per modality; for two checkpoints before, after and the change."""
-    checkpoints = [first] if other is None else [first, other]
-    kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
-    grids = [{(g.part, g.modality): g for g in heatmap.grids(e.errors) if g.modality in kinds} for e in checkpoints]
-    scale = heatmap.extremes([grid for by_key in grids for grid in by_key.values()])
-    pairs = [(before, after) for key, before in grids[0].items() if (after := grids[-1].get(key)) and other]
-    most = heatmap.largest_change(pairs)
-    panels = []  # for each part and modality its grid, and maps with their captions
-    for key, grid in grids[0].items():
-        maps = [("before" if key in grids[-1] and other else "", heatmap.errors(grid, scale))]
-        if other and (after := grids[1].get(key)):
-            maps += [("after", heatmap.errors(after, scale)), ("change", heatmap.changes(grid, after, most))]
-        panels.append({"grid": grid, "charts": [(caption, cells) for caption, cells in maps if cells]})
-    return fill_template(
-        "errors.html.j2",
-        checkpoints=checkpoints,
-        measure=words.layer_errors_text(
-            {layer: error for errors in checkpoints for layer, error in errors.errors.items()}
-        ),
-        summaries=[layer_errors.summarize_errors(errors) for errors in checkpoints],
-        changed={} if other is None else layer_errors.compare_errors(first, other),
-        verdict=verdict,
-        differences=[] if other is None else layer_errors.incomparable_reasons(first, other),
-        panels=panels,
-        legend=heatmap.legend(scale),
-        change_legend=heatmap.change_legend(most),
-        kinds=kinds,
-        caches=[(errors.name, cache(errors)) for errors in checkpoints if errors.kv_cache],
-        worst=layers[:_WORST],
-        rest=layers[_WORST:],
-        errors=[errors.errors for errors in checkpoints],
-    )

@@ -1,20 +1,14 @@
-"""The result of `vlmcompress search` and `auto` as text, as a page and as a Pareto plot.
-
-They are made from the data of `search.outcome.outcome_json`, which is written as `search.json`.
-"""
+"""The result of `vlmcompress search`, as in `search.json`, as text and as a page with its Pareto plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.report.charts import PAGE, Frame, both, front
-from vlmcompress.evaluation.report.html import fill_template
+from vlmcompress.evaluation.report import html, plots, words
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save_files
@@ -53,7 +47,6 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "divergence": "" if row["divergence"] is None else f"{row['divergence']:.4f}",
         "chance": f"{100 * row['chance']:.0f}%",
         "why": "winner" if row["winner"] else row["why"],
-        "strong": row["winner"],
     }
 
 
@@ -80,7 +73,7 @@ def headline(data: Mapping[str, Any]) -> str:
 
 
 def notes(data: Mapping[str, Any]) -> list[str]:
-    """Notes on the cost of the search, its time limit, the winner at a lower floor, and the cost of requests."""
+    """Notes on the cost of the search and on its time limit."""
     questions = data["questions"]
     lines = [
         f"Asked {questions['asked']:,} questions in {duration(data['seconds'])}; asking every candidate all of them would "
@@ -88,14 +81,6 @@ def notes(data: Mapping[str, Any]) -> list[str]:
     ]
     if data["ended_by_budget"]:
         lines.append("The time budget ended the search; run it again with a longer one, and it goes on from here.")
-    if other := data["one_more_point"]:
-        lines.append(
-            f"With a floor of {100 * other['max_drop']:g} points it would be {other['name']}: {times(other['gain'])}, as "
-            f"far as {other['questions']:,} questions tell."
-        )
-    if (price := data.get("price_per_hour")) and data["rate"]:
-        before, after = (price / 3.6 / rate for rate in data["rate"])
-        lines.append(f"1,000 requests cost {after:.3g} instead of {before:.3g}, at {price:g} an hour.")
     return lines
 
 
@@ -115,26 +100,66 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
 
 def page(data: Mapping[str, Any]) -> str:
     """The content of `report.html`."""
-    return fill_template(
-        "search.html.j2",
-        data=data,
-        chart=both(partial(_chart, data)),
-        confirmed=data.get("confirmed"),
-        headline=headline(data),
-        verdict=verdict(data),
+    confirmed, goal = data.get("confirmed"), GOALS[data["optimize"]]
+    tried = [row for row in data["candidates"] if row["questions"]]
+    numbers = {row["name"]: number for number, row in enumerate(tried, start=1)}
+    sections = []
+    if tried:
+        dots = [
+            {
+                "number": numbers[row["name"]],
+                **{key: row[key] for key in ("name", "gain", "low", "high")},
+                "difference": row["believed"],
+                "tone": "mark" if row["front"] else "even",
+                "strong": row["winner"],
+            }
+            for row in tried
+        ]
+        if confirmed and tried[0]["winner"]:
+            ends = {key: confirmed[key] for key in ("difference", "low", "high")}
+            name = f"the winner on {confirmed['questions']:,} other questions"
+            dots.append({"number": "?", "name": name, "gain": tried[0]["gain"], **ends, "tone": confirmed["verdict"]})
+        front = "; ".join(f"{row['name']} {times(row['gain'])}" for row in tried if row["front"])
+        label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {front}"
+        plot = plots.scatter(dots, goal, data["max_drop"], label)
+        legend = (
+            "Numbers are those of the table. A dot is a candidate that was asked questions; where the answers are few, its "
+            "height is what is believed of it. Bars are 95% intervals of its own answers. The ring is the winner; filled: no "
+            "other candidate gains as much and is believed to lose less; the shaded region is below the floor."
+        )
+        legend += " The question mark is the winner on questions that the search never saw." if confirmed else ""
+        title = "Difference in accuracy, points"
+        sections.append(html.section("", "", {"kind": "plots", "plots": [(title, plot)]}, html.note(legend)))
+    columns = ("gain", "questions", "difference", "divergence", "chance", "why")
+    rows = []
+    for row in data["candidates"]:
+        name = f"{numbers[row['name']]} {row['name']}" if row["name"] in numbers else row["name"]
+        rows.append((name, *(str(_row(row)[column]) for column in columns)))
+    note = (
+        f"Gains are {data['gains']}, and times the original's; ~ marks those that are modelled alone. Chance: that other "
+        "questions confirm the floor."
+    )
+    head = ["candidate", "gain", "questions", "difference, points", "KL of the first token", "chance", "why it lost"]
+    winners = [number for number, row in enumerate(data["candidates"]) if row["winner"]]
+    sections.append(
+        html.section("", "Candidates", html.note(note), html.table(head, rows, look="cards", strong=winners))
+    )
+    if left_out := data["left_out"]:
+        lines = [f"{name}: {why}" for name, why in left_out.items()]
+        sections.append(html.section("", "Left out", {"kind": "list", "lines": lines}))
+    where = f", on {data['target']}" if data["target"] else ""
+    heading = Markup("{} {}").format(data["model"], html.pill(confirmed["verdict"])) if confirmed else data["model"]
+    return html.fill_page(
+        title=f"Search on {data['model']}",
+        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
+        heading=heading,
+        verdict=confirmed["verdict"] if confirmed else None,
+        headline=[headline(data), *verdict(data)],
         notes=notes(data),
-        rows=[_row(candidate) for candidate in data["candidates"]],
-        goal=GOALS[data["optimize"]],
-        duration=duration,
+        sections=sections,
     )
 
 
-def _chart(data: Mapping[str, Any], frame: Frame = PAGE) -> Markup:
-    return front(data["candidates"], data["max_drop"], GOALS[data["optimize"]], data.get("confirmed"), frame)
-
-
 def write_search_report(data: Mapping[str, Any], folder: Path) -> dict[str, Path]:
-    """Write `report.html`, `pareto.svg` and `search.json` into the folder of a search; kind -> path."""
-    chart = _chart(data)
-    files: dict[str, tuple[str, str | bytes]] = {"json": (FILE, dump(data)), "html": ("report.html", page(data))}
-    return save_files(folder, files | ({"plot": ("pareto.svg", f"{chart}\n")} if chart else {}))
+    """Write `report.html` and `search.json` into the folder of a search; kind -> path."""
+    return save_files(folder, {"json": (FILE, dump(data)), "html": ("report.html", page(data))})

@@ -37,7 +37,7 @@ def accuracy_tables(findings: Findings) -> str:
     if gate := results.gate:
         rules = [(r.name, words.VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         table = columns([("rule", "verdict", "found", "limit", ""), *rules])
-        parts.append(f"gate {gate.name}: {words.VERDICTS[gate.verdict]}\n{table}")
+        parts.append(f"{gate.title}: {words.VERDICTS[gate.verdict]}\n{table}")
     return "\n\n".join(parts)
 
 
@@ -50,7 +50,7 @@ def markdown(findings: Findings) -> str:
     if gate := results.gate:
         rules = [(r.name, MARKS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         sections += [
-            f"## Gate {escape(gate.name)}",
+            f"## {escape(gate.title[:1].upper() + gate.title[1:])}",
             markdown_table(["rule", "", "found", "limit", ""], rules, right=()),
         ]
     sections += _figures(findings)

@@ -28,6 +28,8 @@ _METRICS = {
     "output_throughput": "output tokens/s",
     "goodput": "requests/s within the SLO",
 }
+WEAK, MISSING = 0.3, 0.1
+"""A baseline with a lower score, or a larger share of missing answers, is in doubt itself."""
 _WORST: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -74,7 +76,7 @@ def difference_text(c: Comparison) -> str:
 
 def pace(r: Ratio) -> str:
     """A change of speed: `1.40x faster`, `1.25x slower`, or `can't tell (1.10x)` if it may be chance."""
-    middle = gain_ratio(r, r.ratio)
+    middle = r.gain
     if not comparable(r):
         return "not comparable"
     if unclear(r):
@@ -86,28 +88,23 @@ def spread(r: Ratio) -> str:
     """The extremes of the repeats, in the direction that `pace` names: `1.31x to 1.46x`; empty for one repeat."""
     if not comparable(r) or r.low == r.high:
         return ""
-    ends = [gain_ratio(r, r.low), gain_ratio(r, r.high)]
-    if gain_ratio(r, r.ratio) < 1 and not unclear(r):
+    ends = [r.low, r.high]
+    if r.gain < 1 and not unclear(r):
         ends = [1 / end for end in ends]
     return f"{times(min(ends))} to {times(max(ends))}"
 
 
 def comparable(r: Ratio) -> bool:
     """Whether both sides had a good request; otherwise the ratio is zero or undefined."""
-    return all(0 < ratio < math.inf for ratio in (r.low, r.ratio, r.high))
+    return all(0 < gain < math.inf for gain in (r.low, r.gain, r.high))
 
 
 def unclear(r: Ratio) -> bool:
     """Whether a change may be chance: its 95% interval contains 1, there is no interval, or the ratio rounds to 1."""
-    if r.interval is None or f"{r.ratio:.2f}" == "1.00":
+    if r.interval is None or f"{r.gain:.2f}" == "1.00":
         return True
     low, high = r.interval
-    return not (low > 1 and r.ratio > 1 or high < 1 and r.ratio < 1)
-
-
-def gain_ratio(r: Ratio, ratio: float) -> float:
-    """A ratio turned so that more is better."""
-    return ratio if r.higher_is_better else 1 / ratio
+    return not (low > 1 and r.gain > 1 or high < 1 and r.gain < 1)
 
 
 def metric_name(name: str) -> str:
@@ -163,6 +160,27 @@ def verdict_text(c: Comparison) -> str:
     return f"{ruled.capitalize()}: {change}{lost}."
 
 
+def doubt(suite: Suite) -> list[str]:
+    """A sentence on a baseline whose own answers are mostly wrong or often missing, so that the verdict means little."""
+    baseline, missing = suite.overall.baseline, suite.empty[0] + suite.unfinished[0] + suite.refused[0]
+    reasons = [f"scores {percent(baseline)}"] * (baseline < WEAK)
+    reasons += [f"gives no answer to {percent(missing / suite.samples)}"] * (missing > MISSING * suite.samples)
+    if not reasons:
+        return []
+    remedy = "check the prompt or --score" + ", or raise --max-tokens" * bool(suite.cut_off[0] or suite.unfinished[0])
+    return [f"The verdict means little, as the baseline itself {' and '.join(reasons)} of the samples: {remedy}."]
+
+
+def calibrated(suite: Suite) -> list[str]:
+    """A sentence on samples with images that the candidate was calibrated on, if there are any."""
+    if not suite.calibrated:
+        return []
+    return [
+        f"The candidate was calibrated on images of {suite.calibrated:,} of the {suite.samples:,} samples, so that it may lose "
+        "more on others: calibrate on other images, or ask about others."
+    ]
+
+
 def worst(verdicts: list[Verdict]) -> Verdict:
     """The worst of some verdicts: fail, then inconclusive, then pass."""
     return min(verdicts, key=_WORST.index)
@@ -213,6 +231,14 @@ def agreement(suite: Suite) -> list[str]:
             "percentile (Kullback-Leibler)."
         )
     return lines
+
+
+def empty(suite: Suite) -> str:
+    """What the count of empty answers is about, with the reasons why they ended."""
+    reasons = {
+        reason: count for side in suite.empty_finish for reason, count in side.items() if reason not in ("", "stop")
+    }
+    return "empty answers" + f" (finish_reason {', '.join(sorted(reasons))})" * bool(reasons)
 
 
 def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:

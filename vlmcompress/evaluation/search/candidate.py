@@ -14,16 +14,10 @@ AS_IT_IS = "as it is"
 
 @dataclass(frozen=True)
 class Choice:
-    """One change to a model: its display `name` and recipe `keys`.
-
-    Attributes:
-        recover: whether the model is trained with its reducer first (`training.recover`).
-        file_hash: hash of the file that its reducer reads; "" without a file.
-    """
+    """One change to a model: its display `name`, its recipe `keys`, and the hash of the file that its reducer reads, if any."""
 
     name: str
     keys: Mapping[str, Any] = field(hash=False)
-    recover: bool = False
     file_hash: str = ""
 
 
@@ -55,18 +49,13 @@ class Candidate:
         return recipe_keys
 
     @property
-    def recover(self) -> bool:
-        """Whether the model is trained with its reducer first."""
-        return any(choice.recover for choice in self.choices)
-
-    @property
     def folder(self) -> str:
         """A file name, equal for equal keys and equal contents of the files in them."""
-        return digest([self.keys, self.recover, *(choice.file_hash for choice in self.choices if choice.file_hash)])
+        return digest([self.keys, *(choice.file_hash for choice in self.choices if choice.file_hash)])
 
     def plain(self) -> dict[str, Any]:
         """The candidate as JSON data."""
-        return {"name": self.name, "recipe": self.keys} | ({"recover": True} if self.recover else {})
+        return {"name": self.name, "recipe": self.keys}
 
 
 def digest(value: Any) -> str:

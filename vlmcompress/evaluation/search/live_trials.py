@@ -1,9 +1,8 @@
-"""Successive halving on real checkpoints and a real engine, and the speed of its finalists."""
+"""Trials on real checkpoints and a real engine, and the speed of finalists."""
 
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,8 @@ from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.posterior import Evidence
-from vlmcompress.evaluation.search.space import Space
 from vlmcompress.evaluation.search.speed import Measured, Modelled
-from vlmcompress.evaluation.search.successive_halving import CandidateState, Rules, SuccessiveHalving, Trial
+from vlmcompress.evaluation.search.successive_halving import Trial
 from vlmcompress.evaluation.search.trial import Answers, Setup, evaluate_candidate
 from vlmcompress.evaluation.search.trial_log import TrialLog
 from vlmcompress.utils.errors import UserError
@@ -27,31 +25,6 @@ from vlmcompress.utils.workers import Failed, Workers
 
 SHARE = 0.25
 """Minimum share of a time budget that is reserved for the finalists' speed and the confirmation."""
-
-
-@dataclass
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-        halving: the finished successive halving.
-        winner: None if no candidate gains anything within the floor.
-        accuracy: the original's, on the questions of the search.
-        seconds: how long the search took.
-        late: whether the time budget ended it.
-    """
-
-    halving: SuccessiveHalving
-    winner: CandidateState | None
-    accuracy: float
-    seconds: float
-    late: bool
-
-    @property
-    def grid(self) -> int:
-        """Number of questions of a full grid, in which every candidate is asked all questions."""
-        candidates = math.prod(1 + len(factor.choices) for factor in self.halving.factors) - 1
-        return candidates * self.halving.rules.questions
 
 
 @dataclass
@@ -121,9 +94,9 @@ class LiveTrials:
                     measured = str(error)
                 took = time.monotonic() - began
                 self.log.keep(key, measured)
-            gains[candidate.name] = (
-                self.gains.take(candidate, Ratio(**measured)) if isinstance(measured, dict) else measured
-            )
+            if isinstance(measured, dict):
+                measured = Ratio(**measured).gain
+            gains[candidate.name] = measured
         return gains
 
     def _row(self, answers: Answers | Failed) -> dict[str, Any]:
@@ -164,11 +137,3 @@ def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progres
     if answers.seconds is not None:
         log.keep("seconds", answers.seconds)
     return answers
-
-
-def run_halving(space: Space, live: LiveTrials, rules: Rules) -> SearchResult:
-    """Run successive halving on a space. The original's answers are in `live` already."""
-    halving = SuccessiveHalving(space.factors, live, rules)
-    winner = halving.run()
-    accuracy = statistics.fmean(sample.score for sample in live.original.suite.samples)
-    return SearchResult(halving, winner, accuracy, live.log.spent, live.late)

@@ -1,54 +1,40 @@
-"""The result of a search as data: the winner, every candidate and why it lost, the Pareto front, the winner at the next
-floor."""
+"""The candidates of a search as data: the winner, why each other one lost, the Pareto front."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from vlmcompress.evaluation.search.candidate import AS_IT_IS
-from vlmcompress.evaluation.search.live_trials import SearchResult
-from vlmcompress.evaluation.search.posterior import expected_gain
-from vlmcompress.evaluation.search.successive_halving import LIKELY, CandidateState
+from vlmcompress.evaluation.search.successive_halving import CandidateState, SuccessiveHalving
 
 FILE = "search.json"
-SCHEMA_VERSION = 1
-POINT = 0.01
+SCHEMA_VERSION = 2
 
 
-def outcome_json(
-    result: SearchResult, request: Mapping[str, Any], left_out: Mapping[str, str], rate: tuple[float, float] | None
-) -> dict[str, Any]:
-    """Describe a search as JSON data.
+def candidates(halving: SuccessiveHalving, winner: CandidateState | None, *, measured: bool) -> dict[str, Any]:
+    """Describe the candidates of a finished search as JSON data, the winner and the Pareto front first.
 
     Args:
-        request: the search's settings: model, target, floor, objective, ...
-        left_out: choices that the model or the target does not support -> reason.
-        rate: requests per second of the original and of the winner, or None.
+        measured: whether gains were measured, so that those of candidates which were no finalists are `rough`.
     """
-    measured = request["gains"] == "measured"
-    rows = [
-        row(state, state is result.winner, measured and not state.measured) for state in result.halving.states.values()
-    ]
+    states = list(halving.states.values())
+    rows = [row(state, state is winner, measured and not state.measured) for state in states]
     mark(rows)
-    rows.sort(key=lambda state: (not state["winner"], not state["front"], -state["gain"]))
+    rows.sort(key=lambda candidate: (not candidate["winner"], not candidate["front"], -candidate["gain"]))
+    # Without a winner the nearest is what gains something and is believed to lose least.
+    tried = [state for state in states if state.questions and state.gain > 1 and state.posterior]
+    nearest = max(tried, key=lambda state: state.posterior.mean if state.posterior else 0.0, default=None)
+    full_grid = (math.prod(1 + len(factor.choices) for factor in halving.factors) - 1) * halving.rules.questions
     return {
-        "schema_version": SCHEMA_VERSION,
-        **request,
-        "winner": result.winner.candidate.plain() if result.winner else None,
-        "nearest": None if result.winner else nearest(list(result.halving.states.values())),
-        "original": {"name": AS_IT_IS, "accuracy": result.accuracy},
+        "winner": winner.candidate.plain() if winner else None,
+        "nearest": None if winner or nearest is None else row(nearest),
         "questions": {
-            "search": result.halving.rules.questions,
-            "asked": result.halving.questions_asked,
-            "full_grid": result.grid,
+            "search": halving.rules.questions,
+            "asked": halving.questions_asked,
+            "full_grid": full_grid,
         },
-        "seconds": round(result.seconds, 1),
-        "ended_by_budget": result.late,
-        "rate": rate,
-        "one_more_point": next_floor(result),
         "candidates": rows,
-        "left_out": dict(left_out),
     }
 
 
@@ -80,31 +66,3 @@ def mark(rows: Sequence[dict[str, Any]]) -> None:
     for candidate in sorted((r for r in rows if r["questions"]), key=lambda r: (-r["gain"], -r["believed"])):
         candidate["front"] = candidate["believed"] > best
         best = max(best, candidate["believed"])
-
-
-def nearest(standings: Sequence[CandidateState]) -> dict[str, Any] | None:
-    """The candidate that gains something and is believed to lose least; None where none was asked."""
-    tried = [state for state in standings if state.questions and state.gain > 1 and state.posterior]
-    best = max(tried, key=lambda state: state.posterior.mean if state.posterior else 0.0, default=None)
-    return row(best) if best else None
-
-
-def next_floor(result: SearchResult) -> dict[str, Any] | None:
-    """The candidate that a floor one point lower would choose, as far as is known; None where it is the winner again."""
-    margin = result.halving.rules.margin + POINT
-    best, most = None, 0.0
-    for state in result.halving.states.values():
-        if not state.questions or state.posterior is None or state.gain <= 1 or state.trial is None:
-            continue
-        chance = result.halving.chance(state.posterior, state.trial.evidence, margin)
-        value = expected_gain(state.gain, chance)
-        if chance >= LIKELY and value > most:
-            best, most = state, value
-    if best is None or best is result.winner:
-        return None
-    return {
-        "max_drop": round(margin, 6),
-        "name": best.candidate.name,
-        "gain": round(best.gain, 4),
-        "questions": best.questions,
-    }

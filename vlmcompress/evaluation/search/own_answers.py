@@ -35,8 +35,8 @@ PROMPTS = (
 EACH = 2
 """Number of prompts per image."""
 CALIBRATION, SEARCH, CONFIRM = "calibration.jsonl", "questions.jsonl", "confirmation.jsonl"
-FEWEST = 64
-"""Minimum number of images."""
+FEWEST, MOST = 64, 1000
+"""Minimum and default maximum number of images."""
 _SEARCH, _OTHERS = 15, 28  # fewest images to search on, 30 questions, and fewest to search and calibrate with
 
 
@@ -49,7 +49,7 @@ class Parts:
     confirm: list[Path]
 
 
-def split_images(folder: str | Path, most: int, margin: float) -> Parts:
+def split_images(folder: str | Path, most: int | None, margin: float) -> Parts:
     """Split a folder's images by content, so that copies stay together: half for the confirmation, or the minimum number for
     confirming a loss of at most `margin`, and the others for calibration and search.
 
@@ -62,7 +62,7 @@ def split_images(folder: str | Path, most: int, margin: float) -> Parts:
     by_content: dict[str, Path] = {}
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
         by_content.setdefault(sha256(path), path)
-    images = [by_content[name] for name in sorted(by_content)][:most]
+    images = [by_content[name] for name in sorted(by_content)][: most or MOST]
     confirm = noninferiority.min_images_to_pass(margin, LEVEL)
     if len(images) < (least := max(FEWEST, confirm + _OTHERS)):
         raise UserError(
@@ -74,7 +74,9 @@ def split_images(folder: str | Path, most: int, margin: float) -> Parts:
     return Parts(images[:calibration], images[calibration:others], images[others:])
 
 
-def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress) -> dict[str, Path]:
+def write_questions(
+    parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progress: Progress
+) -> dict[str, Path]:
     """Write the three files of questions to `out`; those for search and confirmation have the original's answers.
 
     Existing files of the same model, images and prompts are kept, so that a search can resume.
@@ -89,44 +91,40 @@ def written(parts: Parts, prompts: Sequence[str], out: Path, setup: Setup, progr
         UserError: the original fails or gives only empty answers, or existing files have another origin.
     """
     paths = [*parts.calibration, *parts.search, *parts.confirm]
-    hashes = [sha256(path) for path in paths]
-    places = [str(path.resolve()) for path in paths]
-    sources = {"model": model_hash(setup.model), "images": [hashes, places], "prompts": list(prompts)}
-    if (out / SOURCES).is_file():
-        before = json_files.read(out / SOURCES)
-        if changed := [key for key in sources if before.get(key) != sources[key]]:
-            what = " and ".join(changed)
-            raise UserError(
-                f"{out} has questions of another {what}; choose another output, or begin anew with --restart"
-            )
+    images = [[sha256(path) for path in paths], [str(path.resolve()) for path in paths]]
+    sources = {"model": model_hash(setup.model), "images": images, "prompts": list(prompts)}
+    before = json_files.read(out / SOURCES) if (out / SOURCES).is_file() else sources
+    if changed := [key for key in sources if before.get(key) != sources[key]]:
+        what = " and ".join(changed)
+        raise UserError(f"{out} has questions of another {what}; choose another output, or begin anew with --restart")
     save_files(out, {"sources": (SOURCES, dump(sources))})
     files = {}
-    for name, images in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
+    for name, some in ((CALIBRATION, parts.calibration), (SEARCH, parts.search), (CONFIRM, parts.confirm)):
         each = 1 if name == CALIBRATION else min(EACH, len(prompts))
+        files[name] = out / name
+        if files[name].is_file():
+            continue
         rows = [
             {
                 "id": f"{number}-{turn}",
                 "image": str(path.resolve()),
                 "question": prompts[(EACH * number + turn) % len(prompts)],
             }
-            for number, path in enumerate(images)
+            for number, path in enumerate(some)
             for turn in range(each)
         ]
-        files[name] = out / name
-        if not files[name].is_file():
-            if name != CALIBRATION:
-                questions = save_files(
-                    out, {"asked": ("asked.jsonl", "".join(json.dumps(row | {"answer": "?"}) + "\n" for row in rows))}
-                )
-                plain = dataclasses.replace(setup, suite=None, data=str(questions["asked"]))
-                answers = {
-                    sample.id: sample.text
-                    for sample in evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
-                }
-                questions["asked"].unlink()
-                answered = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
-                if not answered:
-                    raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
-                rows = answered
-            save_files(out, {name: (name, "".join(json.dumps(row) + "\n" for row in rows))})
+        if name != CALIBRATION:
+            unanswered = _write_rows(out / f"asked-{name}", [row | {"answer": "?"} for row in rows])
+            plain = dataclasses.replace(setup, suite=None, data=str(unanswered))
+            samples = evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+            unanswered.unlink()
+            answers = {sample.id: sample.text for sample in samples}
+            rows = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]
+            if not rows:
+                raise UserError(f"{setup.model} answers nothing to the prompts; give others with --prompts")
+        _write_rows(files[name], rows)
     return files
+
+
+def _write_rows(file: Path, rows: Sequence[dict[str, str]]) -> Path:
+    return save_files(file.parent, {"rows": (file.name, "".join(json.dumps(row) + "\n" for row in rows))})["rows"]

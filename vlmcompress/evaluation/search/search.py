@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from vlmcompress.evaluation.accuracy import noninferiority, tasks
 from vlmcompress.evaluation.accuracy.compare import LEVEL
 from vlmcompress.evaluation.accuracy.free_answers import choose_score
 from vlmcompress.evaluation.accuracy.paired import MeanDifference
-from vlmcompress.evaluation.search import outcome, space
-from vlmcompress.evaluation.search.candidate import Candidate
-from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, SearchResult, original, run_halving
+from vlmcompress.evaluation.search import outcome, own_answers, space
+from vlmcompress.evaluation.search.candidate import AS_IT_IS, Candidate
+from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, original
 from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Measured, Modelled, TypicalRequest
-from vlmcompress.evaluation.search.successive_halving import Rules
+from vlmcompress.evaluation.search.successive_halving import Rules, SuccessiveHalving
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questions_of
 from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
 from vlmcompress.export.write import rename
@@ -37,7 +38,6 @@ from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.text import duration
 
 WINNER, RECIPE = "winner", "recipe.yaml"
-__all__ = ["QUESTIONS", "WORK", "SearchRequest", "run_search", "setup_of"]
 _LEAST = 30
 """Minimum number of questions."""
 _CHANCE = 0.1
@@ -54,17 +54,21 @@ class SearchRequest:
         out: folder of the search.
         data, suite, limit: the questions, as for `vlmcompress eval`.
         confirm: other questions for the winner; None: it is not confirmed.
+        images: folder of images from which all questions are made (`own_answers`), at most `limit` of them; None: `data`.
+        prompts: the questions about these images.
         margin: the allowed loss, as a share.
         speed: `measured`, `modelled`, or empty for the best that is possible.
         budget: seconds; None: no limit.
-        space: file of the space; None: the default space, reduced if `small`, with trained models if `recover`.
+        space: file of the space; None: the default space, a small one for `images`.
     """
 
     base: Mapping[str, Any]
     out: Path
-    data: str | None
+    data: str | None = None
     suite: str | None = None
     confirm: str | None = None
+    images: str | None = None
+    prompts: Sequence[str] = ()
     limit: int | None = None
     margin: float = 0.01
     goal: Goal = "throughput"
@@ -74,8 +78,6 @@ class SearchRequest:
     engine: str = "vllm"
     ray: str | None = None
     space: str | None = None
-    recover: bool = False
-    small: bool = False
 
     @property
     def seed(self) -> int:
@@ -83,17 +85,30 @@ class SearchRequest:
         return int(self.base.get("seed", 0))
 
 
-def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, Any], Path | None]:
-    """Run or resume a search; return its result as data, and the winner's folder or None.
+def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchRequest, dict[str, Any], Path | None]:
+    """Run or resume a search.
+
+    Returns:
+        The request, with the files of the questions that were made of images; the search's result as data; the winner's
+        folder or None.
 
     Raises:
         UserError: bad input, or the original fails. The folder keeps the results until then.
     """
+    # What machine, model and space do not allow is refused before a question is asked.
     setup = setup_of(request)
-    base = setup.base
+    parts = own_answers.split_images(request.images, request.limit, request.margin) if request.images else None
     gains = _gains(request, setup)
-    usual = {"recover": request.recover, "small": request.small}
-    where = space.read_space(request.space, base) if request.space else space.usual(base, **usual)
+    base, small = setup.base, request.images is not None
+    where = space.read_space(request.space, base) if request.space else space.usual(base, small=small)
+    if parts:
+        files = own_answers.write_questions(parts, request.prompts, request.out / QUESTIONS, setup, progress)
+        calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
+        data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
+        made = {"base": {**request.base, "calibrate": calibrate}, "data": data, "confirm": confirm, "limit": None}
+        request = replace(request, **made)
+        setup = setup_of(request)
+        gains = _gains(request, setup)
     suite = questions_of(setup, request.limit)
     count = len(suite)
     confirming, images = _confirming(request, setup, count)
@@ -110,25 +125,31 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[dict[str, An
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
             reserve = max(reserve, SHARE * (request.budget or 0.0))
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
-            result = run_halving(where, live, Rules(request.margin, count, images))
-        rate = gains.rate(result.winner.candidate) if result.winner else None
-        data = outcome.outcome_json(
-            result,
-            {
-                "model": hub.source_facts(base["model"])["source"],
-                "target": base.get("target"),
-                "max_drop": request.margin,
-                "optimize": request.goal,
-                "gains": gains.source,
-                "seed": request.seed,
-                "engine": request.engine,
-            },
-            where.left_out,
-            rate,
-        )
-        winner = _placed(request, setup, result, progress)
+            halving = SuccessiveHalving(where.factors, live, Rules(request.margin, count, images))
+            winner = halving.run()
+        settings = {
+            "model": hub.source_facts(setup.base["model"])["source"],
+            "target": setup.base.get("target"),
+            "max_drop": request.margin,
+            "optimize": request.goal,
+            "gains": gains.source,
+            "seed": request.seed,
+            "engine": request.engine,
+            "reference": "the original's own answers" if request.images else "the data's answers",
+        }
+        accuracy = statistics.fmean(sample.score for sample in before.suite.samples)
+        data = {
+            "schema_version": outcome.SCHEMA_VERSION,
+            **settings,
+            "original": {"name": AS_IT_IS, "accuracy": accuracy},
+            **outcome.candidates(halving, winner, measured=gains.source == "measured"),
+            "seconds": round(log.spent, 1),
+            "ended_by_budget": live.late,
+            "left_out": dict(where.left_out),
+        }
+        folder = _placed(request, setup, winner.candidate, progress) if winner else None
         log.finish()
-    return data, winner
+    return request, data, folder
 
 
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
@@ -236,20 +257,17 @@ def _subjects(suite: tasks.LoadedSuite) -> list[tuple[str, ...]]:
     return subjects
 
 
-def _placed(request: SearchRequest, setup: Setup, result: SearchResult, progress: Progress) -> Path | None:
+def _placed(request: SearchRequest, setup: Setup, candidate: Candidate, progress: Progress) -> Path:
     """Put the winner's checkpoint and recipe into the search's folder."""
-    if result.winner is None:
-        return None
-    candidate = result.winner.candidate
     out = request.out / WINNER
     checkpoint = ensure_checkpoint(setup, candidate, progress)
     with new_folder(out) as folder:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         rename(folder, WINNER)
     keys = {key: value for key, value in setup.base.items() if key not in ("model", "calibrate")} | candidate.keys
-    head = f"# {candidate.name}: found by vlmcompress search\n"
-    if candidate.recover:
-        head += "# The model was trained with the reducer first: vlmcompress recover MODEL --reduce ... -o RECOVERED\n"
-    text = head + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
-    save_files(request.out, {"recipe": (RECIPE, text)})
+    lines = [
+        f"# {candidate.name}: the winner of vlmcompress search",
+        *(f"{k}: {json.dumps(v)}" for k, v in keys.items()),
+    ]
+    save_files(request.out, {"recipe": (RECIPE, "\n".join(lines) + "\n")})
     return out

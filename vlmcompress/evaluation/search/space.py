@@ -9,10 +9,9 @@
     images:
       - reduce: coverage:0.5
       - reduce: [resize:0.5, coverage:0.5]
-      - {reduce: coverage:0.25, recover: true}
 
 Each entry is a choice, which must also work alone, as all are tried alone first. The unchanged model is always a choice as
-well. `recover` trains the model with the entry's reducer.
+well.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ _IMAGES = (
     "resize:0.25",
 )
 _TWO_STAGES = ("resize:0.5", "coverage:0.5")
-_RECOVERED = ("coverage:0.25,merge=nearest", "coverage:1/9,merge=nearest")
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,11 @@ class Space:
     left_out: Mapping[str, str]
 
 
-def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False) -> Space:
-    """The default space: all that the model and the target support.
+def usual(base: Mapping[str, Any], *, small: bool = False) -> Space:
+    """The default space: all that the model and the target support, or a handful of it.
 
     Args:
         base: recipe keys of all candidates: `model`, `calibrate`, `target`, ...
-        recover: include training the model with reducers that keep few tokens.
-        small: only a handful of choices.
     """
     names = _SCHEMES[:2] if small else _SCHEMES
     weights: list[list[Choice]] = [[Choice(name, {"scheme": name})] for name in names]
@@ -84,8 +80,6 @@ def usual(base: Mapping[str, Any], *, recover: bool = False, small: bool = False
     images = [Choice(name, {"reduce": name}) for name in (_IMAGES[1:5] if small else _IMAGES)]
     if not small:
         images.append(Choice(" + ".join(_TWO_STAGES), {"reduce": list(_TWO_STAGES)}))
-    if recover:
-        images += [Choice(f"{name}, recovered", {"reduce": name}, recover=True) for name in _RECOVERED]
     factors = {"weights": weights, "images": [[choice] for choice in images]}
     if not small and base.get("target") and not targets.get_target(base["target"]).is_cpu:
         weights.append([Choice("gptq mixed 3.5 bits", _MIXED)])
@@ -116,17 +110,10 @@ def read_space(file: str | Path, base: Mapping[str, Any]) -> Space:
 
 
 def _choice(entry: Mapping[str, Any], where: str) -> Choice:
-    keys = {key: value for key, value in entry.items() if key not in ("name", "recover")}
-    for key in keys:
-        if key in _FIXED:
-            raise UserError(f"{where}: {key} is the same for all candidates; give it to the search instead")
-    recover = entry.get("recover", False)
-    if not isinstance(recover, bool):
-        raise UserError(f"{where}: recover is {recover!r}, it should be true or false")
-    if recover and "reduce" not in keys:
-        raise UserError(f"{where}: recover trains the model with a reducer; give reduce, too")
-    name = entry.get("name") or ", ".join([*_words(keys), *(["recovered"] if recover else [])])
-    return Choice(str(name), keys, recover)
+    keys = {key: value for key, value in entry.items() if key != "name"}
+    if fixed := next((key for key in keys if key in _FIXED), None):
+        raise UserError(f"{where}: {fixed} is the same for all candidates; give it to the search instead")
+    return Choice(str(entry.get("name") or ", ".join(_words(keys))), keys)
 
 
 def _words(keys: Mapping[str, Any]) -> Iterable[str]:

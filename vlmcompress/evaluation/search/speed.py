@@ -87,13 +87,6 @@ class Modelled:
         first, second = before.of(self.goal), after.of(self.goal)
         return first / second if first and second else None
 
-    def rate(self, candidate: Candidate) -> tuple[float, float] | None:
-        """Requests a second of the original and of a candidate; None where they are not known."""
-        before, after = self.figures(Candidate()), self.figures(candidate)
-        if before is None or after is None or not before.request or not after.request:
-            return None
-        return 1 / before.request, 1 / after.request
-
     def figures(self, candidate: Candidate) -> Figures | None:
         """The modelled figures of a candidate; None if they are unknown."""
         if candidate.name not in self._cache:
@@ -147,7 +140,6 @@ class Measured:
     data: str | None
     repeats: int = 2
     source = "measured"
-    ratios: dict[str, Ratio] = field(default_factory=dict)
 
     @property
     def goal(self) -> Goal:
@@ -157,11 +149,6 @@ class Measured:
     def gain(self, candidate: Candidate) -> float | None:
         """The modelled gain. The time of answering a few questions is less informative, as start-up dominates it."""
         return self.modelled.gain(candidate)
-
-    def rate(self, candidate: Candidate) -> tuple[float, float] | None:
-        """Requests a second of the original and of a candidate; None where they were not measured."""
-        ratio = self.ratios.get(candidate.name)
-        return (ratio.baseline, ratio.candidate) if ratio and ratio.unit == "requests/s" else None
 
     def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
         """Serve a candidate and the original alternately. Raises `UserError` if a server fails."""
@@ -181,8 +168,3 @@ class Measured:
         ).bench
         ratio: Ratio = bench.summary["serve"]["cold"][METRICS[self.goal]]
         return ratio
-
-    def take(self, candidate: Candidate, ratio: Ratio) -> float:
-        """Store a measurement, and return the gain."""
-        self.ratios[candidate.name] = ratio
-        return ratio.ratio if ratio.higher_is_better else 1 / ratio.ratio

@@ -1,8 +1,8 @@
 """A trial: write a candidate's checkpoint, and ask it and the original questions.
 
 All files of trials are in a work folder, under names that identify their content: statistics (one folder per reducer, shared by
-all schemes), models trained with a reducer, checkpoints, and answers as they arrive. So nothing is computed twice, even after a
-kill, and two processes can share the folder.
+all schemes), checkpoints, and answers as they arrive. So nothing is computed twice, even after a kill, and two processes can
+share the folder.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.training.recover import TrainingOptions as Recovery
-from vlmcompress.training.recover import recover
 from vlmcompress.utils import folders, locks
 from vlmcompress.utils.progress import Progress, silent
 from vlmcompress.utils.work_folder import OtherWork, open_journal
@@ -41,7 +39,6 @@ class Setup:
         suite, data: the questions, as for `vlmcompress eval`; `seed` decides their order.
         engine: name of the engine that answers, on the machine of the trial.
         work: the work folder.
-        recovery: how models are trained after reducers.
     """
 
     base: Mapping[str, Any]
@@ -50,7 +47,6 @@ class Setup:
     seed: int
     engine: str
     work: Path
-    recovery: Recovery = Recovery()
 
     @property
     def model(self) -> Path:
@@ -117,19 +113,11 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
 
     def write(out: Path, restart: bool) -> None:
         keys = {**setup.base, **candidate.keys, "out": str(out)}
-        if candidate.recover:  # once for all schemes after this reducer
-            reducer_keys = {key: value for key, value in candidate.keys.items() if key in ("reduce", "resize")}
-
-            def train(folder: Path, restart: bool) -> None:
-                trained = resolve({**setup.base, **reducer_keys, "scheme": "none", "out": str(folder)}).recipe
-                recover(trained, setup.recovery, restart=restart, progress=progress)
-
-            keys["model"] = str(_ensure(setup.work / f"recovered-{digest(reducer_keys)}", train))
         recipe = resolve(keys).recipe
         needs = QuantMethod(recipe.method, recipe.options).needs.statistics
         if needs and needs <= STORABLE and not recipe.rotate and not recipe.vision_attention:
             # Statistics depend only on what comes before the language model: all schemes with one reducer share a folder.
-            before = [str(keys["model"]), keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
+            before = [keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
             plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
 
             def collect(folder: Path, restart: bool) -> None:

@@ -21,7 +21,7 @@ from vlmcompress.utils.work_folder import Journal, open_journal
 NAME, CONFIRMED = "search.jsonl", "confirm.jsonl"
 """Journals in the folder of a search: of trials, and of the answers for the winner's confirmation."""
 WORK, QUESTIONS = "work", "questions"
-"""Folders of a search: intermediate results, and the questions of `auto`."""
+"""Folders of a search: intermediate results, and the questions that were made of images."""
 SOURCES = "sources.json"
 """File in `QUESTIONS` that records their origin: hashes of the model and the images, and the prompts."""
 _ABOUT, _SPENT = "about", "spent"

@@ -2,7 +2,7 @@
 
     from vlmcompress.evaluation.speed.runs import run
     results = run("OUT", "MODEL", load="closed:8")
-    results.bench.summary["serve"]["cold"]["request_throughput"].ratio
+    results.bench.summary["serve"]["cold"]["request_throughput"].gain
 
 `prompts` creates conversations with images, `client` sends them to a server with a given load and measures times, `serving`
 does this for both sides alternately, verifies the work with the server's `counters`, and times the engine without a server;

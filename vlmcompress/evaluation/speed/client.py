@@ -33,6 +33,7 @@ from typing import Any, Literal
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 KINDS = ("closed", "rate")
+MOST = 10_000  # clients, or requests per second
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,10 @@ def parse_load(text: str) -> Load:
         amount = int(number) if kind == "closed" else float(number)
     except ValueError:
         amount = 0
-    if not colon or not 0 < amount < math.inf:
-        raise UserError(f"--load {text}: '{number}' should be {what} above 0; e.g. closed:8 or rate:2.5")
+    if not colon or not 0 < amount <= MOST:
+        raise UserError(
+            f"--load {text[:60]}: '{number[:40]}' should be {what} above 0 and at most {MOST:,}; e.g. closed:8 or rate:2.5"
+        )
     return Load("closed" if kind == "closed" else "rate", amount)
 
 

@@ -1,7 +1,7 @@
 """Compute figures from single requests, ratios of the two sides from repeats, and the memory of each side.
 
-A figure of a side is its median over the repeats. A comparison is the median of the ratios candidate / baseline of the repeats,
-as the two runs of a repeat were adjacent in time; the smallest and the largest show the spread.
+A figure of a side is its median over the repeats. A comparison is the median of the repeats' gains (`results.Ratio`), as the
+two runs of a repeat were adjacent in time; the smallest and the largest show the spread.
 
 Whether a side is faster is judged by the 95% interval of the mean of the ratios' logarithms, Student's t of the repeats:
 mean +- t s / sqrt(n). Three repeats fall on the same side by chance in 1 case of 4, so that their extremes would not suffice;
@@ -37,11 +37,9 @@ def parse_slo(text: str | None) -> dict[str, float]:
     Raises:
         UserError: an unknown name or a limit that is not above zero.
     """
-    limits = {}
-    for item in (text or "").split(","):
+    limits: dict[str, float] = {}
+    for item in [] if text is None else text.split(","):
         name, _, value = item.strip().partition("=")
-        if not name and not value:
-            continue
         if name not in _LIMITED:
             raise UserError(
                 f"--slo {item.strip()}: no time '{name}'{did_you_mean(name, _LIMITED)}; e.g. ttft=200,tpot=50"
@@ -138,18 +136,19 @@ def summarise(runs: Sequence[LoadRun]) -> dict[str, dict[str, dict[str, Ratio]]]
 
 
 def ratio(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Ratio | None:
-    """Compare one figure, from (baseline, candidate) of each repeat; None if a baseline lacks it or has 0."""
-    if not all(before.get(name) and name in after for before, after in pairs):
+    """Compare one figure, from (baseline, candidate) of each repeat; None if one lacks it, or has 0 where it is divided by."""
+    higher = not name.endswith("_ms")
+    if not all(before.get(name) and (name in after if higher else after.get(name)) for before, after in pairs):
         return None
-    ratios = [after[name] / before[name] for before, after in pairs]
+    gains = [after[name] / before[name] if higher else before[name] / after[name] for before, after in pairs]
     return Ratio(
         baseline=median(before[name] for before, _ in pairs),
         candidate=median(after[name] for _, after in pairs),
-        ratio=median(ratios),
-        low=min(ratios),
-        high=max(ratios),
-        higher_is_better=not name.endswith("_ms"),
-        interval=interval(ratios),
+        gain=median(gains),
+        low=min(gains),
+        high=max(gains),
+        higher_is_better=higher,
+        interval=interval(gains),
         unit="ms" if name.endswith("_ms") else "tokens/s" if name == "output_throughput" else "requests/s",
     )
 

@@ -2,7 +2,7 @@
 
 A burst is a function of its number alone, so both sides get the same bytes. No two requests of a benchmark have an image
 in common, whatever the source holds: where it has fewer images than are needed they are used again, stamped so that to
-every cache they are new (see `images.stamp`).
+every cache they are new (see `stamp`).
 """
 
 from __future__ import annotations

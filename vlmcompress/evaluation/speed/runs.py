@@ -122,9 +122,10 @@ def plan(
         speculative: JSON of vLLM's `--speculative-config` for each side; None: without.
         flags: further flags of `vllm serve`, for both sides.
     """
-    for name, value in (("requests", requests), ("out-tokens", out_tokens), ("repeats", repeats)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
+    bounds = {"requests": (requests, 10**6), "out-tokens": (out_tokens, 10**6), "repeats": (repeats, 1000)}
+    for name, (value, most) in bounds.items():
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"--{name} {str(value)[:40]}: must be from 1 to {most:,}")
     for model in map(Path, (baseline, candidate)):
         if mlx.is_mlx(model):
             log = f"vlmcompress serve {model} writes the tokens per second of each answer into its log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.results import Bench, LoadRun
 from vlmcompress.utils.text import size, table
 
@@ -29,12 +30,11 @@ def speed_text(bench: Bench) -> str:
     lines = [f"load {bench.load}, {work}; {Path(bench.source).name}"]
     for mode, states in bench.summary.items():
         for state, ratios in states.items():
-            rows = [("", "baseline", "candidate", "ratio", "of repeats")]
+            rows = [("", "baseline", "candidate", "candidate is", "in the repeats")]
             for name, title in METRICS.items():
                 if r := ratios.get(name):
-                    repeats = f"{r.low:.2f} to {r.high:.2f}" if r.low < r.high else ""
                     sides = (f"{value:.4g} {r.unit}" for value in (r.baseline, r.candidate))
-                    rows.append((title, *sides, f"{r.ratio:.2f}", repeats))
+                    rows.append((title, *sides, words.pace(r), words.spread(r)))
             lines += ["", f"{mode}, {'no caches' if state == 'cold' else 'caches on'}", table(rows)]
     if bench.memory:
         memory = bench.memory.values()

@@ -107,8 +107,8 @@ class Reader(ExportFormat, Protocol):
         """
         ...
 
-    def quantizes(self, config: Mapping[str, Any], name: str) -> bool:
-        """Whether an engine takes the linear layer `name` for quantized, by the checkpoint's block."""
+    def quantizes(self, config: Mapping[str, Any], name: str) -> bool | None:
+        """Whether an engine takes the linear layer `name` for quantized, by the block; None: its tensors decide."""
         ...
 
     def read(

@@ -9,7 +9,8 @@ Stored per linear layer (`out` x `in`): `weight` e4m3 [out, in] and one of
 | per row | `weight_scale` [out, 1] |
 | per matrix | `weight_scale` [], with static activation scales `input_scale` [], as in the published Ministral 3 |
 
-Scales are factors, also under transformers' names `weight_scale_inv` and `activation_scale` (`OTHER_NAMES`).
+Scales are factors, also under transformers' names `weight_scale_inv` and `activation_scale` and ComfyUI's `scale_weight` and
+`scale_input` (`OTHER_NAMES`).
 Sources: vLLM 0.32 `quantization/fp8.py` and `models/families/mistral3.py`, transformers 5.17 `integrations/finegrained_fp8.py`.
 """
 
@@ -29,6 +30,7 @@ from vlmcompress.utils.tensor_headers import Spec
 FORMAT = "fp8"
 KV_SCALES = None
 OTHER_NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+OTHER_NAMES |= {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 
 
 def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:

@@ -228,9 +228,9 @@ def scheme_in(
     return Scheme(Format("int", bits, group, block.get("symmetric") is True))
 
 
-def quantizes(config: Mapping[str, Any], name: str) -> bool:
-    """Whether mlx-vlm takes the linear layer `name` for quantized: its tensors say so, not the block."""
-    return config.get(name) is not False
+def quantizes(config: Mapping[str, Any], name: str) -> bool | None:
+    """None, as mlx-vlm takes a layer with scales for quantized; False where the block says that of the linear layer `name`."""
+    return False if config.get(name) is False else None
 
 
 def read(stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> tuple[QTensor, None]:

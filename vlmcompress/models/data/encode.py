@@ -5,12 +5,11 @@
     0  ignored: padding
     1  text of the prompt: words, template, and the marks around and between the parts of an image
     2  vision: placeholders that the model replaces with visual features
-    3 answer: tokens that predict an assistant's turn: the token before each token of the turn, and before its end token
+    3  answer: tokens that predict an assistant's turn: the one before each token of the turn, and before its end token
 
-    So an answer begins with the prompt's last token, whose output gives the answer's first token, and its end token counts as
-    text: its output is not used, and no engine ever computes it. For answers of a word or two this matters a lot for
-    everything based on gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last
-    token.
+So an answer begins with the prompt's last token, whose output gives the answer's first token, and its end token counts as text:
+its output is not used, and no engine ever computes it. For answers of a word or two this matters a lot for everything based on
+gradients: in a demo model's upper blocks nine tenths of the squared gradient is at the prompt's last token.
 
 A token is vision if its id is the one that the model's config names for images (`ModelSpec.image_token`) or videos, which the
 model replaces by features. Answers are found without knowing the template: the conversation is encoded again with another text
@@ -21,7 +20,6 @@ another.)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -47,6 +45,8 @@ IGNORED, TEXT, VISION, ANSWER = range(4)
 PIXELS = frozenset({"pixel_values", "pixel_values_videos"})  # inputs with what a sample shows
 MOST = 2 << 30
 """Most bytes of encoded samples to cache; others are encoded on each access."""
+TOKEN = 64
+"""Characters of a long token. A text with more than so many for each token of the context is not tokenized at all."""
 SKIPPED = 0.1
 """The share of calibration samples that a model may always refuse, in addition to `Reading.skip_bad`."""
 
@@ -92,7 +92,8 @@ def encode_usable(
         source: name of the samples' source in messages.
 
     Raises:
-        UserError: more than `SKIPPED` of them, and more than `reading` allows, are not accepted; or all fail for one reason.
+        UserError: more than `SKIPPED` of them, and more than `reading` allows, are not accepted; or none is, as the model's own
+            files are at fault.
     """
     features = Features(vlm)
     usable = Usable([], [], {})
@@ -106,23 +107,63 @@ def encode_usable(
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
     if bad and (many or not usable.samples):
+        check_processor_and_template(vlm)
         raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
     return usable
 
 
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
-    """Encode a sample without its answer: model inputs ready for `model.generate`."""
+    """Encode a sample without its answer: model inputs ready for `model.generate`. Raises `BadSample` as `encode` does."""
+    _check_characters(sample, vlm, None)
     inputs = _process(sample, sample.prompt(), _media(sample, vlm.processor), vlm, generation=True)
+    _check_tokens(sample, inputs, vlm, None)
     _check_vision(sample, inputs, Features(vlm))
     return inputs
 
 
-def check_placeholders(vlm: VLM) -> None:
-    """Raise `UserError` if the processor's settings give another number of placeholders than the model has features."""
+class Refused(BadSample):
+    """A sample for which a part of the model raised an error: `PART` in messages, in the first of `FILES` that exists."""
+
+    PART = ""
+    FILES: tuple[str, ...] = ()
+    NEEDS = ""
+
+
+class TemplateRefused(Refused):
+    """A sample for which the chat template raised an error."""
+
+    PART = "the chat template"
+    FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    NEEDS = ", which has to take content lists"
+
+
+class ProcessorRefused(Refused):
+    """A sample for which the processor raised an error."""
+
+    PART = "the model's processor"
+    FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def check_processor_and_template(vlm: VLM) -> None:
+    """Encode a plain question about a plain image.
+
+    Raises:
+        UserError: chat template or processor refuse it, or the processor's settings give another number of placeholders than
+            the model has features.
+    """
     noise = torch.randint(0, 256, (200, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
-    with contextlib.suppress(BadSample):  # other images may still work
+    try:
         encode_prompt(Sample("a test image", (image,), "What is shown?", origin="a test image"), vlm)
+    except Refused as error:
+        file = next((name for name in error.FILES if (vlm.path / name).is_file()), error.FILES[0])
+        reason = error_text(error.__cause__ or error)
+        raise UserError(
+            f"{error.PART} refuses even a plain question about a plain image ({reason}); restore {vlm.path / file}"
+            f"{error.NEEDS}"
+        ) from error
+    except BadSample:
+        return  # other images may still work
 
 
 class Features:
@@ -164,21 +205,41 @@ def chat_template(processor: Any) -> str:
 
 def _encode_one(sample: Sample, features: Features, max_length: int | None) -> Inputs:
     vlm = features.vlm
+    _check_characters(sample, vlm, max_length)
     turns, media = sample.conversation(), _media(sample, vlm.processor)
     inputs = _process(sample, turns, media, vlm, generation=False)
-    length = inputs["input_ids"].shape[1]
-    context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None) or length
-    limit = min(context, max_length or context)
-    if length > limit:
-        vision = int(_visual(inputs["input_ids"], vlm).sum())
-        what = "context" if limit == context else "max_length"
-        raise BadSample(
-            f"{sample.name} has {length} tokens ({vision} of them visual), more than the {what} of {limit}; "
-            f"shrink its {'videos' if sample.videos else 'images'}, shorten its text, or drop it"
-        )
+    _check_tokens(sample, inputs, vlm, max_length)
     _check_vision(sample, inputs, features)
     inputs["modality"] = _modality(sample, turns, media, inputs, vlm)
     return inputs
+
+
+def _limit(vlm: VLM, max_length: int | None) -> tuple[int, str] | None:
+    """Most tokens of a prompt, and what says so; None if nothing does."""
+    context = getattr(vlm.model.config.get_text_config(), "max_position_embeddings", None)
+    if max_length is not None and (context is None or max_length < context):
+        return max_length, "max_length"
+    return (context, "context") if context else None
+
+
+def _check_characters(sample: Sample, vlm: VLM, max_length: int | None) -> None:
+    """Raise `BadSample` for texts that are too long whatever the tokenizer makes of them (`TOKEN`)."""
+    count = sum(len(part.get("text", "")) for turn in sample.conversation() for part in turn["content"])
+    if (limit := _limit(vlm, max_length)) and count > TOKEN * limit[0]:
+        raise BadSample(
+            f"{sample.name} has {count:,} characters, more than fit into the {limit[1]} of {limit[0]} tokens; shorten its "
+            "text, or drop it"
+        )
+
+
+def _check_tokens(sample: Sample, inputs: Inputs, vlm: VLM, max_length: int | None) -> None:
+    length, limit = inputs["input_ids"].shape[1], _limit(vlm, max_length)
+    if limit and length > limit[0]:
+        vision = int(_visual(inputs["input_ids"], vlm).sum())
+        raise BadSample(
+            f"{sample.name} has {length} tokens ({vision} of them visual), more than the {limit[1]} of {limit[0]}; "
+            f"shrink its {'videos' if sample.videos else 'images'}, shorten its text, or drop it"
+        )
 
 
 def _media(sample: Sample, processor: Any) -> Media:
@@ -196,7 +257,7 @@ def _render(sample: Sample, turns: list[Turn], processor: Any, *, generation: bo
         if mark and any(mark in text for text in questions):
             raise BadSample(f"{sample.name}: its text contains '{mark}', this model's mark for {kind}s; remove it")
     template = chat_template(processor)
-    with foreign_errors(f"{sample.name}: the chat template refuses it", kind=BadSample):
+    with foreign_errors(f"{sample.name}: {TemplateRefused.PART} refuses it", "; drop it", TemplateRefused):
         text = processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=generation)
     for kind, mark in marks.items():
         count = sum(part["type"] == kind for turn in turns for part in turn["content"])
@@ -223,7 +284,7 @@ def _process(sample: Sample, turns: list[Turn], media: Media, vlm: VLM, *, gener
         for turn in turns
     ]
     try:
-        with foreign_errors(f"{sample.name}: the model's processor refuses it", "; drop it", BadSample):
+        with foreign_errors(f"{sample.name}: {ProcessorRefused.PART} refuses it", "; drop it", ProcessorRefused):
             inputs = processor.apply_chat_template(
                 content,
                 chat_template=chat_template(processor),

@@ -8,6 +8,8 @@ Question and answer are looked for in this order:
     (`CAPTIONS`) next to an image, in a table without questions: flickr30k, COCO nothing in a table of images alone; `sources`
     gives each of them a prompt
 
+Columns `A` and `B` (to `H`) next to a question are its options, as in VLMEvalKit's tables, where `category` is the family.
+
 Images are in a column of `IMAGES`, or in `image_1`, `image_2`, ... (MMMU), where `<image 2>` in a text says which one it shows.
 Names are case-insensitive. A field in `columns` is read from that column only.
 """
@@ -42,6 +44,9 @@ COMPLETIONS = ("completion", "chosen")
 CAPTIONS = ("caption", "captions", "text")
 CAPTIONED = "What is shown in this image?"
 """The question for a row whose answer is a caption."""
+LETTER = "Answer with the option's letter from the given choices directly."
+"""What ends a question with options."""
+_LETTERS = "ABCDEFGH"
 _NUMBERED = re.compile(r"image_?(\d+)", re.IGNORECASE)
 _NUMBERED_MARK = re.compile(r"<image (\d+)>")
 _ALL = {
@@ -65,7 +70,8 @@ Row = dict[str, Any]
 
 def read_of(names: Collection[str], columns: Mapping[str, str]) -> list[str]:
     """The columns of a table that are read, in the table's order."""
-    return [n for n in names if n.lower() in _ALL or _NUMBERED.fullmatch(n) or n in columns.values()]
+    options = [*_LETTERS, "category", "hint"] if {"A", "B"} <= set(names) else []
+    return [n for n in names if n.lower() in _ALL or _NUMBERED.fullmatch(n) or n in columns.values() or n in options]
 
 
 def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bool) -> str | None:
@@ -151,6 +157,10 @@ def standard_row(row: Row, columns: Mapping[str, str], question: str | None = No
         answer = first("answer", answers)
         if isinstance(rest.get("input"), str) and rest.get("instruction") is text and rest["input"].strip():
             text = f"{text}\n{rest['input']}"
+        if isinstance(text, str) and (options := _options(row)):
+            standardized["family"] = standardized["family"] or row.get("category")
+            hint = [row["hint"]] if isinstance(row.get("hint"), str) else []
+            text = "\n".join([*hint, text, *options, LETTER])
         standardized |= {
             "question": question if text is None else text,
             **_answered(answer, captions=question == CAPTIONED),
@@ -162,6 +172,16 @@ def standard_row(row: Row, columns: Mapping[str, str], question: str | None = No
         if numbers:
             return standardized | _numbered(standardized, numbers, rest.get("options"))
     return standardized | {"images": images}
+
+
+def _options(row: Row) -> list[str]:
+    """A row's options, a line each: `A. red`; none if it has fewer than two."""
+    filled = [(letter, row[letter]) for letter in _LETTERS if row.get(letter) not in (None, "")]
+    return (
+        [f"{letter}. {option}" for letter, option in filled]
+        if [letter for letter, _ in filled][:2] == ["A", "B"]
+        else []
+    )
 
 
 def _is_text(value: Any) -> bool:

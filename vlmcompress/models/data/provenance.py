@@ -21,6 +21,9 @@ from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.utils import hub, identity
 
+HASH = 16
+"""Hexadecimal digits of an image's hash in a manifest."""
+
 
 def provenance(
     samples: Sequence[Sample],
@@ -53,7 +56,8 @@ def provenance(
         **_source(source),
         "sha256": sha256,
         "samples": len(encoded),
-        "images": images,
+        "images": len(images),
+        "image_hashes": sorted(digest.hex()[:HASH] for digest in images),
         **token_counts(encoded),
     }
     if videos := {video.digest() for sample in samples for video in sample.videos}:
@@ -117,9 +121,9 @@ def data_hash(samples: Sequence[Sample]) -> str:
     return _hashed(samples)[0]
 
 
-def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
-    """`data_hash`, and the number of distinct images (by size and pixels)."""
-    digest, images = hashlib.sha256(), set()
+def _hashed(samples: Sequence[Sample]) -> tuple[str, set[bytes]]:
+    """`data_hash`, and the hashes of distinct images (of size and pixels)."""
+    digest, images = hashlib.sha256(), set[bytes]()
     for sample in samples:
         text = json.dumps(sample.conversation(), sort_keys=True).encode()
         digest.update(f"{len(text)}:".encode() + text)
@@ -128,4 +132,4 @@ def _hashed(samples: Sequence[Sample]) -> tuple[str, int]:
             images.add(identity.image_digest(image))
         for video in sample.videos:
             digest.update(b"video:" + video.digest())
-    return digest.hexdigest(), len(images)
+    return digest.hexdigest(), images

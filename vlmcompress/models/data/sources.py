@@ -1,4 +1,4 @@
-"""Read calibration or evaluation samples from a folder of images, JSON lines, parquet, a saved data set, or the Hub.
+"""Read calibration or evaluation samples from a folder of images, JSON lines, CSV, TSV, parquet, a saved data set, or the Hub.
 
 Selection: the `samples` rows with the smallest SHA-256 of `seed:id` are taken, in that order. With ids in the data the choice
 does not depend on the order of rows, and adding rows replaces only some of the chosen. A row without `id` uses its number
@@ -10,15 +10,20 @@ limit of `Reading.skip_bad`, in notes; then the next rows in the order replace t
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import csv
 import hashlib
+import io
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmcompress.models.data import layouts
 from vlmcompress.models.data.samples import LazyImages, Sample, to_sample
@@ -26,6 +31,9 @@ from vlmcompress.utils import hub, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.images import SUFFIXES
 from vlmcompress.utils.messages import error_text, note
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +53,7 @@ DECODED = 64 << 20
 """Most bytes of image files that a preview decodes; of further ones it reads headers only."""
 _LARGE = 256 << 20  # bytes of JSON beyond which reading takes seconds
 _FIRST = 8  # rows that a preview reads from a table that contains images
+_LONGEST_ID = 10_000  # bytes
 _NAMED = 20  # most bad rows that a message lists
 
 
@@ -123,8 +132,8 @@ def load_samples(
     """Read and choose samples.
 
     Args:
-        source: folder of images, `.jsonl` / `.json` / `.parquet` file, folder written by `Dataset.save_to_disk`, or an id on
-            the Hub (see `hub.local`).
+        source: folder of images, file of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`), folder written by
+            `Dataset.save_to_disk`, or an id on the Hub (see `hub.local`).
         samples: how many to take; all if there are fewer. None: all, in the source's order.
         seed: determines which samples are chosen (see the module).
         check_images: decode the images of the chosen rows now, so that broken ones are reported before a long run.
@@ -203,6 +212,14 @@ def preview(
     return Preview(count, rows, decoded[0])
 
 
+def check_answers(source: str | Path, columns: Mapping[str, str]) -> None:
+    """Raise `UserError` for data that are missing or have no answers, as `load_samples` would, if that takes no time."""
+    path = Path(source)
+    here = hub.parse_repository(source, "dataset") is None and not (path / "dataset_info.json").is_file()
+    if here and not (path.is_file() and path.stat().st_size > _LARGE):
+        _open(path, columns, answered=True)
+
+
 def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[int]:
     """The numbers of all rows in order of their hashes, or in the table's order if `samples` is None."""
     if samples is not None and samples < 1:
@@ -262,6 +279,8 @@ class _Rows:
     def _sample(self, index: int, row: dict[str, Any]) -> Sample:
         table, name = self.table, self._name(index)
         identity, raw = table.identities[index], table.ids[index]
+        # NaN is what pandas writes for a missing value.
+        row = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
         prompt = table.prompt(index)
         fields = layouts.standard_row(row, self.reading.columns, prompt)
         if self.text and fields.get("question") is None:
@@ -365,14 +384,15 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
 def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
     try:
         if path.is_dir():
-            saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+            saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
         refuse_missing(path, answered)
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give data with at least one row")
         readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+        readers |= {".csv": _separated, ".tsv": _separated}
         if path.suffix.lower() not in readers:
-            raise UserError(f"{path} is not .jsonl, .json or .parquet; give one of these or a folder of images")
+            raise UserError(f"{path} is not {', '.join(readers)}; give one of these or a folder of images")
         return readers[path.suffix.lower()](path, columns)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
@@ -398,7 +418,7 @@ def _folder(path: Path) -> _Table:
                 others[Path(file).suffix.lower() or "no suffix"] += 1
     kinds = ", ".join(sorted(others))
     if not images:
-        tables = sorted({".jsonl", ".json", ".parquet"} & set(others))
+        tables = sorted({".jsonl", ".json", ".csv", ".tsv", ".parquet"} & set(others))
         hint = f"name its {' or '.join(tables)} file to use that" if tables else "give a folder with .jpg or .png files"
         raise UserError(f"{path} has no images{f', only {kinds}' if kinds else ''}; {hint}")
     if others:
@@ -443,6 +463,44 @@ def _json_list(path: Path, columns: Mapping[str, str]) -> _Table:
     return _json_table(path, rows, lambda index: f"row {index + 1}", columns, {})
 
 
+def _separated(path: Path, columns: Mapping[str, str]) -> _Table:
+    """Open a CSV or TSV file with a head; empty cells are missing values, and all others text.
+
+    VLMEvalKit's TSV files (`layouts` reads their options) have an `index`, and instead of an image in base64 may give the
+    index of the row that has it.
+    """
+    csv.field_size_limit(LINE)
+    lines = io.StringIO(_decode(path), newline="")
+    reader = csv.DictReader(lines, dialect="excel-tab" if path.suffix.lower() == ".tsv" else "excel", strict=True)
+    rows, numbers, broken = list[Any](), list[int](), dict[int, str]()
+    names = reader.fieldnames or []
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{path} has two columns '{twice[0]}'; rename one")
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                broken[len(rows)] = (
+                    f"{path.name} line {reader.line_num} has {'more' if None in row else 'fewer'} cells than the first line "
+                    f"({len(names)}); put quotation marks around a text with separators or line breaks"
+                )
+            rows.append({name: value for name, value in row.items() if name and value != ""})
+            numbers.append(reader.line_num)
+    except csv.Error as error:
+        raise UserError(f"{path} line {reader.line_num} is no row ({error}); write the file again") from error
+    if "index" in names and "id" not in names:
+        images = {row["index"]: row["image"] for row in rows if "index" in row and "image" in row}
+        for row in rows:
+            row["id"] = row.get("index")
+            if "image" in row:
+                row["image"] = images.get(row["image"], row["image"])
+    for row in rows:  # several images in a cell, as JSON or as Python writes a list
+        for name in {"image", "image_path"} & row.keys():
+            if row[name].startswith("["):
+                with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                    row[name] = ast.literal_eval(row[name])
+    return _json_table(path, rows, lambda index: f"line {numbers[index]}", columns, broken, names)
+
+
 def _decode(path: Path) -> str:
     try:
         return json_files.read_text(path, encoding="utf-8-sig")
@@ -453,13 +511,18 @@ def _decode(path: Path) -> str:
 
 
 def _json_table(
-    path: Path, rows: list[Any], row_name: Callable[[int], str], columns: Mapping[str, str], broken: dict[int, str]
+    path: Path,
+    rows: list[Any],
+    row_name: Callable[[int], str],
+    columns: Mapping[str, str],
+    broken: dict[int, str],
+    head: Sequence[str] = (),
 ) -> _Table:
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             what = f"{path.name} {row_name(index)} is a {type(row).__name__}"
             broken[index], rows[index] = f"{what}, not an object with named columns; write one, or drop it", {}
-    names = dict.fromkeys(key for row in rows for key in row)
+    names = dict.fromkeys([*head, *(key for row in rows for key in row)])
     if len(broken) == len(rows) and rows:
         raise UserError(
             bad_samples_message(path.name, {f"{path.name} {row_name(i)}": why for i, why in broken.items()}, len(rows))
@@ -488,7 +551,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         file = pq.ParquetFile(path)
         names = tuple(file.schema_arrow.names)
         count, key = file.metadata.num_rows, columns.get("id", "id")
-        ids = file.read(columns=[key])[key].to_pylist() if key in names else [None] * count
+        ids = _parquet_ids(path, file, key) if key in names else [None] * count
     except pa.ArrowException as error:
         raise UserError(f"{path} is not readable parquet ({error_text(error)}); write it again") from error
 
@@ -508,6 +571,26 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> _Table:
         return taken
 
     return _Table(path.name, path.parent, names, ids, rows, lambda index: f"row {index + 1}")
+
+
+def _parquet_ids(path: Path, file: ParquetFile, key: str) -> list[Any]:
+    """The values of the column `key`. Raises `UserError` for texts that are too long to be ids."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    kind = file.schema_arrow.field(key).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return file.read(columns=[key])[key].to_pylist()
+    # as a dictionary, in which a text is once that is stored once for many rows
+    column = pq.ParquetFile(path, read_dictionary=[key]).read(columns=[key])[key]
+    longest = max((pc.max(pc.binary_length(part.dictionary)).as_py() or 0 for part in column.chunks), default=0)
+    if longest > _LONGEST_ID:
+        raise UserError(
+            f"{path} has an id of {longest:,} bytes, more than {_LONGEST_ID:,}; name another column by --columns id=A"
+        )
+    return column.to_pylist()
 
 
 def _saved_dataset(path: Path, columns: Mapping[str, str]) -> _Table:

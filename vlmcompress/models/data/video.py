@@ -105,11 +105,6 @@ class Video:
         # vLLM 0.32 (`multimodal/media/video.py: VideoMediaIO.load_base64`) takes a list for a frame a second.
         return images, VideoMetadata(count, width=width, height=height, fps=1.0, frames_indices=indices)
 
-    def sampled(self, choose: Callable[[Any], np.ndarray]) -> list[Image.Image]:
-        """The frames of a file whose ascending indices the function `choose` takes from its `VideoMetadata`."""
-        assert isinstance(self.source, Path)
-        return [Image.fromarray(frame) for frame in self._decoded(self.source, choose)[0]]
-
     def _listed(self) -> np.ndarray:
         """The frames of a list, or of a file of frames, `[frames, height, width, 3]`."""
         source: Any = self.source

@@ -1,11 +1,12 @@
 """Check whether a recipe works for a model on a machine in an engine, in seconds, from headers and tables.
 
-`findings` checks everything instead of stopping at the first refusal. What vLLM runs on a machine is in `recipe.targets`,
+`examine` checks everything instead of stopping at the first problem. What vLLM runs on a machine is in `recipe.targets`,
 which engine loads which format in `export.readers`; of machines for other engines only what stands here is known.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vlmcompress import models
 from vlmcompress.engines.vllm.served_model import Attention, describe
 from vlmcompress.export import adapter, readers
 from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.models.data import Preview
 from vlmcompress.numerics import label
 from vlmcompress.quantization.plan.calibration_data import encode_preview, preview_data
 from vlmcompress.quantization.plan.kv_cache import cache_finding
@@ -34,8 +36,22 @@ def engine_of(recipe: Recipe) -> str:
     return FORMATS.constant(recipe.format, "ENGINE") or recipe.engine
 
 
-def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
-    """List everything that speaks for or against a recipe whose target has not refused it yet.
+@dataclass(frozen=True)
+class Examined:
+    """What speaks for and against a recipe; the plan, if the model can be read; a look at the calibration data, if any is."""
+
+    findings: list[Finding]
+    plan: Plan | None = None
+    preview: Preview | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against the recipe."""
+        return all(finding.ok for finding in self.findings)
+
+
+def examine(recipe: Recipe, engine: str | None = None) -> Examined:
+    """Find everything that speaks for or against a recipe whose target has not refused it yet.
 
     Args:
         recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
@@ -52,12 +68,13 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
     try:
         plan = make_plan(recipe, refuse=False)
     except UserError as error:
-        return [*report, Finding("model", False, str(error))]
+        return Examined([*report, Finding("model", False, str(error))])
     report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report += _format(plan, engine)
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.adapter_notes(recipe), *models.cast_text(plan.source)]
+    lines += models.unused_text(plan.source)
     report += [Finding("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
@@ -75,8 +92,8 @@ def findings(recipe: Recipe, engine: str | None = None) -> list[Finding]:
             report.append(Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing))
     if not plan.problems:
         report += _size(plan, target)
-    report += _calibration(plan)
-    return [*report, *_output(recipe)]
+    preview, calibration = _calibration(plan)
+    return Examined([*report, calibration, *_output(recipe)], plan, preview)
 
 
 def _output(recipe: Recipe) -> list[Finding]:
@@ -229,13 +246,14 @@ def _size(plan: Plan, target: Target | None) -> list[Finding]:
     return report
 
 
-def _calibration(plan: Plan) -> list[Finding]:
-    """Whether the run could read its calibration data, and how many samples they give."""
+def _calibration(plan: Plan) -> tuple[Preview | None, Finding]:
+    """A look at the calibration data, and whether the run could read them."""
+    preview = None
     try:
         preview = preview_data(plan)
         sample = encode_preview(plan, preview) if preview and not plan.statistics else ""
     except UserError as error:
-        return [Finding("calibration", False, str(error))]
+        return preview, Finding("calibration", False, str(error))
     data = plan.recipe.calibrate.data
     if plan.statistics:
         origin = plan.statistics.facts["calibration"]
@@ -247,4 +265,4 @@ def _calibration(plan: Plan) -> list[Finding]:
         detail = f"{data}, which was not looked at"
     else:
         detail = "not needed"
-    return [Finding("calibration", True, detail)]
+    return preview, Finding("calibration", True, detail)

@@ -21,7 +21,10 @@ def check(facts: ModelFacts) -> list[str]:
     if whole != list(range(every - 1, vision["depth"], every)):
         problems.append(f"llama.cpp has blocks of full attention at equal distances, the tower has them at {whole}")
     if vision["window_size"] != WINDOW:
-        problems.append(f"llama.cpp's windows are {WINDOW} pixels wide, the tower's {vision['window_size']}")
+        problems.append(
+            f"llama.cpp's windows are {WINDOW} pixels wide, the tower's {vision['window_size']}; write openvino, mlx or "
+            "compressed-tensors"
+        )
     return problems
 
 

@@ -1,10 +1,12 @@
-"""`vlmcompress auto`: questions made of images alone, and a search on them."""
+"""A search without questions: they are made of images, and the original's answers are the reference."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -62,23 +64,35 @@ def test_questions_of_something_else_are_not_asked_again(images, tmp_path, chang
     questions.mkdir(parents=True)
     for name in (own_answers.CALIBRATION, own_answers.SEARCH, own_answers.CONFIRM):
         (questions / name).write_text("{}\n")
-    own_answers.written(parts, own_answers.PROMPTS, questions, setup, silent)
-    own_answers.written(parts, own_answers.PROMPTS, questions, setup, silent)  # the same again
+    own_answers.write_questions(parts, own_answers.PROMPTS, questions, setup, silent)
+    own_answers.write_questions(parts, own_answers.PROMPTS, questions, setup, silent)  # the same again
     first, prompts = parts.search[0], own_answers.PROMPTS[1:] if changed == "prompts" else own_answers.PROMPTS
     edits = {"model": other_weights(model), "images": edited(first, first.read_bytes() + b"more")}
     with (
         edits.get(changed, contextlib.nullcontext()),
         pytest.raises(UserError, match=f"has questions of another {changed};"),
     ):
-        own_answers.written(parts, prompts, questions, setup, silent)
+        own_answers.write_questions(parts, prompts, questions, setup, silent)
 
 
 @pytest.mark.slow
 def test_from_images_to_a_checkpoint(images, tmp_path, capsys):
     """Answers are held to the original's own, which all its questions have."""
     out = tmp_path / "out"
-    arguments = ["auto", DEMO_LLAVA, "-o", out, "--images", images, "--engine", "hf", "--optimize", "memory", "--json"]
-    code = cli.main([*map(str, arguments), "--min-agreement", "0.5", "--target", "cpu"])
+    arguments = [
+        "search",
+        DEMO_LLAVA,
+        "-o",
+        out,
+        "--images",
+        images,
+        "--engine",
+        "hf",
+        "--optimize",
+        "memory",
+        "--json",
+    ]
+    code = cli.main([*map(str, arguments), "--max-drop", "0.5", "--target", "cpu"])
     printed = json.loads(capsys.readouterr().out)
     assert code in (0, 4) and printed["reference"] == "the original's own answers"
     assert printed["original"]["accuracy"] == 1.0, "the original agrees with itself"
@@ -88,8 +102,15 @@ def test_from_images_to_a_checkpoint(images, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "line"),
-    [(["--min-agreement", "1"], "is not a share between 0 and 1"), (["--prompts", "none.txt"], "cannot be read")],
+    [
+        (["--max-drop", "1"], "is not a share between 0 and 1"),
+        (["--prompts", "none.txt"], "cannot be read"),
+        (["--target", "cpu", "--speed", "modelled"], "how fast cpu is, is not known"),
+    ],
 )
-def test_what_is_refused(images, tmp_path, capsys, flags, line):
-    code = cli.main(["auto", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--images", str(images), *flags])
-    assert code == 2 and line in capsys.readouterr().err
+def test_flags_are_refused_before_libraries_are_imported(images, tmp_path, flags, line):
+    """Known without a look at the model: in a process of its own, torch is not imported."""
+    call = ["search", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--images", str(images), *flags]
+    code = f"import sys; from vlmcompress import cli; print(cli.main({call!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and line in done.stderr and not (tmp_path / "out").exists(), done.stderr
