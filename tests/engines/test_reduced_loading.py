@@ -27,7 +27,7 @@ from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
-from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.methods import REGISTRY, TokenCounter
 from vlmcompress.reduction.scorer_file import CARRIED
 from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
 from vlmcompress.utils.errors import UserError
@@ -198,10 +198,20 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(multimodal_config=multimodal, hf_config=config(reducer, folder)),
+        model_config=SimpleNamespace(
+            multimodal_config=multimodal, hf_config=config(reducer, folder, **options.get("block", {}))
+        ),
         speculative_config=SimpleNamespace(method=options["draft"]) if "draft" in options else None,
         lora_config=options.get("lora_config"),
     )
+
+
+VISION = PLAIN["vision_config"]
+MERGING = {
+    "reducer": f"dymu:thresholds={[0.9] * (VISION['num_hidden_layers'] + PLAIN['vision_feature_layer'] + 1)}",
+    "block": {"count": TokenCounter(VISION["patch_size"], (81,), *[(1.0,) * 14] * 3, bias=0.0).plain()},
+}
+"""A reducer that merges within the demo's encoder, with counts that vLLM needs."""
 
 
 @pytest.mark.parametrize(
@@ -211,7 +221,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "or the method ngram"),
-        ({"encoder": "data", "reducer": "dymu:thresholds=[0.9]"}, "within the encoder; leave it out"),
+        ({"encoder": "data", **MERGING}, "within the encoder; leave it out"),
     ],
 )
 def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):

@@ -41,7 +41,7 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
     hooks = [module.register_forward_hook(count) for module in linears]
     inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), model)
     inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
-    attached = attach(model, chosen.method, chosen.reducer) if chosen else None
+    attached = attach(model, chosen) if chosen else None
     cache = DynamicCache(config=model.model.config.get_text_config())  # Granite 4 Vision's class returns none
     try:
         model.model(**inputs, past_key_values=cache, use_cache=True)
