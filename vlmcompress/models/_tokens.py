@@ -14,8 +14,8 @@ def patch_side(config: Any) -> int:
 
 
 def block_side(config: Any) -> int:
-    """Side of the square of patches that form one token (`ModelSpec.token_side`); 1 if a patch is a token."""
-    token_side = spec_for({"model_type": config.model_type}).token_side
+    """Side of the square of patches that form one token (`Images.token_side`); 1 if a patch is a token."""
+    token_side = spec_for({"model_type": config.model_type}).images.token_side
     return token_side(config) if token_side else 1
 
 

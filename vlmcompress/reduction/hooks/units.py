@@ -98,7 +98,7 @@ _Image = tuple[int, list[tuple[Grid, Any]]]
 
 
 def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
-    config, kind = vlm.model.config, vlm.spec.visual_grid
+    config, kind = vlm.model.config, vlm.spec.images.grid
     if kind == "anyres":
         return _anyres(vlm, call)
     if kind in ("thw", "shapes"):
