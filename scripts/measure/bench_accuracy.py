@@ -188,7 +188,7 @@ def in_clips(source: Path, suite: dict) -> list[int]:
     from vlmcompress.models import read_config, spec_for
 
     spec = spec_for(read_config(source))
-    before = math.prod(spec.video(AutoProcessor.from_pretrained(source), FRAMES, SIDE, SIDE)) * suite["samples"]
+    before = math.prod(spec.images.video(AutoProcessor.from_pretrained(source), FRAMES, SIDE, SIDE)) * suite["samples"]
     return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
 

@@ -123,7 +123,11 @@ def try_schemes(family: str, base: Path) -> dict[str, Any]:
     answers = asked("answers", vllm_answers.jobs(base / scheme for scheme in tried))
     for scheme, result in zip(tried, answers, strict=True):
         cells[scheme] |= said(result)
-    about = {"model_types": list(spec.model_types), "experts": spec.experts is not None, "vllm_cpu": spec.vllm_cpu}
+    about = {
+        "model_types": list(spec.model_types),
+        "experts": spec.experts is not None,
+        "vllm_cpu": spec.engine.vllm_cpu,
+    }
     return about | {"mtp": mtp, "schemes": cells}
 
 

@@ -119,7 +119,7 @@ def write_reducer(folder: Path, reducer: str) -> None:
 def test_methods_and_families_are_those_of_the_tables():
     assert sorted(mlx_reducers.METHODS) == [*readers.ENGINES["mlx"].reducers]
     names = {name.lower().replace("_", "") for name in mlx_reducers.CLASSES}
-    kinds = {kind.replace("_", "") for spec in all_specs() if spec.mlx.fewer_tokens for kind in spec.model_types}
+    kinds = {kind.replace("_", "") for spec in all_specs() if spec.engine.mlx.fewer_tokens for kind in spec.model_types}
     assert names == kinds
 
 

@@ -99,7 +99,7 @@ def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
 def test_requests_may_bring_tools_where_the_template_shows_them(family: str, shows: str, tmp_path: Path) -> None:
     """By the family's parser of vLLM's, where the template has its form; what the user says wins."""
     folder, spec = build(family, tmp_path / family), models.REGISTRY.get(family).SPEC
-    parser, mark = spec.tool_calls or ("none", "<tool_call>")
+    parser, mark = spec.engine.tool_calls or ("none", "<tool_call>")
     texts = {
         "tools": f"{{% if tools %}}{mark}{{% endif %}}",
         "nothing": mark,
@@ -122,7 +122,7 @@ def test_vllm_has_the_parsers() -> None:
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_TOOL_PARSERS_TO_REGISTER"
     ]
-    parsers = {spec.tool_calls[0] for spec in models.all_specs() if spec.tool_calls}
+    parsers = {spec.engine.tool_calls[0] for spec in models.all_specs() if spec.engine.tool_calls}
     assert len(parsers) > 4 and parsers <= set(ast.literal_eval(table))
 
 

@@ -13,7 +13,7 @@ from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.support import family_refusal
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
-DENSE = [spec for spec in all_specs() if spec.visual_grid and not spec.experts]
+DENSE = [spec for spec in all_specs() if spec.images.grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if family_refusal(spec, "fastv") is None]  # methods within the language model
 APART = ("litevlm", "learned", "evs")  # chooses among images; has to be trained; looks at videos

@@ -27,8 +27,8 @@ RECIPES = {
 def recipe_of(folder: Path, name: str) -> dict[str, str]:
     """One of `RECIPES` without what the model in a folder lacks."""
     spec = spec_for(read_config(folder))
-    lacking = {"vision": not spec.vision_groups, "head": spec.head_shares}
-    lacking["embeddings"] = spec.head_shares or spec.embedding_whole
+    lacking = {"vision": not spec.vision_groups, "head": spec.engine.head_shares}
+    lacking["embeddings"] = spec.engine.head_shares or spec.engine.embedding_whole
     return {key: value for key, value in RECIPES[name].items() if not lacking.get(key)}
 
 

@@ -249,7 +249,7 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     placeholder, grid, features = film_features(vlm, inputs)
     result = reduce(chosen.module, Signals(grid, features=features), chosen.options)
     positions, kinds = torch.arange(ids.shape[1])[None], inputs.pop("mm_token_type_ids", None)
-    if vlm.spec.visual_grid == "thw":
+    if vlm.spec.images.grid == "thw":
         of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}
         positions, _ = vlm.model.model.get_rope_index(ids, mm_token_type_ids=kinds, **of_videos)
     mask, kinds = torch.ones_like(ids), torch.zeros_like(ids) if kinds is None else kinds
@@ -259,7 +259,7 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     leads: list[float] = []
     while len(answer) < tokens and vlm.model.generation_config.eos_token_id not in answer:
         kwargs = dict(inputs) | {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        kwargs |= {"mm_token_type_ids": kinds} if vlm.spec.visual_grid == "thw" else {}
+        kwargs |= {"mm_token_type_ids": kinds} if vlm.spec.images.grid == "thw" else {}
         logits = (without(vlm, kwargs) if vlm.spec.mixed_blocks else vlm.model(**kwargs).logits)[0, -1]
         answer.append(int(logits.argmax()))
         leads.append(lead(logits))
@@ -282,7 +282,7 @@ def without(vlm: VLM, kwargs: dict[str, Any]) -> torch.Tensor:
 def film_features(vlm: VLM, inputs: Mapping[str, Any]) -> tuple[int, Grid, torch.Tensor]:
     """Of the one video in a processor's output the placeholder's id, the grid of its tokens and the tokens, `[n, d]`."""
     config, model = vlm.model.config, vlm.model.model
-    if vlm.spec.visual_grid == "thw":
+    if vlm.spec.images.grid == "thw":
         patches = inputs["video_grid_thw"]
         (features,) = model.get_video_features(inputs["pixel_values_videos"], patches).pooler_output
         t, h, w = (patches[0] // torch.tensor([1, 2, 2])).tolist()

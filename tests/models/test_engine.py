@@ -44,8 +44,8 @@ def result(family, kind, folders, answered) -> dict:
     if (family, kind) not in folders:
         pytest.skip("SmolVLM's processor needs num2words")
     spec = models.spec_for(models.read_config(folders[family, kind]))
-    if spec.vllm_cpu:
-        pytest.skip(spec.vllm_cpu)
+    if spec.engine.vllm_cpu:
+        pytest.skip(spec.engine.vllm_cpu)
     if spec.experts and kind.startswith("fp8"):
         pytest.skip("vLLM's CPU build runs experts in FP8 on no processor")
     answer = answered[folders[family, kind]]
@@ -90,7 +90,7 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
 def test_the_towers_attention_has_the_name_that_scales_are_written_for(family, kind, result, loaded):
     """vLLM looks its layers up in the file by these names, all of them."""
     vlm = loaded(family)
-    inner = vlm.spec.vision_attention
+    inner = vlm.spec.tower.attention
     if inner is None:
         return
     blocks = dict(vlm.model.get_submodule(vlm.spec.vision_layers).named_children())

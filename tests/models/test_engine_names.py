@@ -34,7 +34,7 @@ def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
             source, out = checkpoints[f"{family} {kind}"], tmp_path_factory.mktemp("quantized") / "out"
             spec = models.spec_for(models.read_config(source))
             tower = rtn.SCHEMES["fp8"] if spec.vision_groups else None
-            rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=spec.kv_scales)
+            rtn.write(source, out, rtn.SCHEMES["w4-symmetric"], tower, kv_cache=spec.engine.kv_scales)
             checkpoints[f"{family} {kind} quantized"] = out
     return checkpoints
 

@@ -32,7 +32,7 @@ def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
     sources = [checkpoint(mixture), checkpoint(mixture, False)]
     if models.REGISTRY.get(
         mixture
-    ).SPEC.visual_grid:  # others carry no reducer, and a checkpoint has to carry something
+    ).SPEC.images.grid:  # others carry no reducer, and a checkpoint has to carry something
         _plain(sources[0], tmp_path / "plain")
     outs = [tmp_path / str(index) for index in range(2)]
     for source, out in zip(sources, outs, strict=False):

@@ -13,6 +13,7 @@ from tests.kit.rtn import SCHEMES
 from vlmcompress import models
 from vlmcompress.export import layer_targets
 from vlmcompress.export.formats.compressed_tensors import ignore_entries
+from vlmcompress.models._spec import EngineNames
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_files import read_tensor
 
@@ -184,7 +185,8 @@ def test_a_layer_whose_keys_are_its_values_is_named_as_both(checkpoint):
 
 
 def test_engine_name_maps_whole_path_components():
-    spec = dataclasses.replace(models.all_specs()[0], engine_prefixes=(("model.a", "x"),), engine_parts=(("c", "d"),))
+    names = EngineNames(prefixes=(("model.a", "x"),), parts=(("c", "d"),))
+    spec = dataclasses.replace(models.all_specs()[0], names=names)
     assert spec.engine_name("model.a.b") == "x.b"
     assert spec.engine_name("model.a") == "x"
     assert spec.engine_name("model.ab.c") == "model.ab.d"

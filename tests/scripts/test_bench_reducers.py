@@ -73,7 +73,7 @@ def test_exact_match_is_that_of_generation(
     asker_and_samples: tuple[reduced_answers.Asker, list[Sample]], reduce: str | None
 ) -> None:
     asker, samples = asker_and_samples
-    if reduce and reduce.startswith(("vscan", "tome")) and not asker.vlm.spec.vision_cls:
+    if reduce and reduce.startswith(("vscan", "tome")) and not asker.vlm.spec.tower.cls:
         pytest.skip("the encoder has no CLS")
     chosen = parse_reducer(reduce) if reduce else None
     answers = asker.ask(chosen)

@@ -1,7 +1,7 @@
 """How a processor tokenizes an image: the part that each visual token shows, and settings that give fewer tokens.
 
 Both are computed from an image's size alone, by functions of the families' files. A `ModelSpec.layout` repeats the arithmetic
-of the family's processor and model in transformers, without opening an image. A `ModelSpec.sizes` lists settings from the one
+of the family's processor and model in transformers, without opening an image. A `Images.sizes` lists settings from the one
 with the fewest tokens to the processor's current one. All of them keep the image's aspect ratio and exist in the family's own
 processor, so that every engine that reads the checkpoint's processor files produces images of that size.
 """

@@ -57,11 +57,13 @@ def visual_features(vlm: VLM, inputs: Mapping[str, Tensor]) -> int:
             if not arguments:
                 continue
             returned = getattr(model.model, call)(**arguments)
-            output = vlm.spec.features(returned) if vlm.spec.features else returned.pooler_output
+            output = vlm.spec.images.features(returned) if vlm.spec.images.features else returned.pooler_output
             features += sum(
                 rows.shape[:-1].numel() for rows in (output if isinstance(output, list | tuple) else [output])
             )
-            if call == "get_video_features" and vlm.spec.newlines:  # LLaVA-OneVision's `forward` adds one to each video
+            if (
+                call == "get_video_features" and vlm.spec.images.newlines
+            ):  # LLaVA-OneVision's `forward` adds one to each video
                 features += len(inputs[pixels])
     return features
 
@@ -140,7 +142,7 @@ def outlined(model: nn.Module, spec: ModelSpec) -> Any:
 def wrong_settings(vlm: VLM) -> str | None:
     """The settings to change in the processor's files to match config.json, as a message; None: nothing differs."""
     files: dict[str, list[str]] = {}
-    for key, value in (vlm.spec.placeholders(vlm.model.config) if vlm.spec.placeholders else {}).items():
+    for key, value in (vlm.spec.images.placeholders(vlm.model.config) if vlm.spec.images.placeholders else {}).items():
         owner, _, name = key.rpartition(".")
         settings = getattr(vlm.processor, owner, None) if owner else vlm.processor
         if (present := getattr(settings, name, None)) != value:

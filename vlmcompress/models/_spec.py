@@ -1,7 +1,7 @@
 """The spec of a model family: everything that the project knows about it, as data.
 
 All paths are *memory names*: those of `model.named_modules()` in transformers 5. Names on disk follow from
-transformers' own mapping (`_names.disk_names`), names in vLLM from `engine_prefixes`. vLLM's renaming of a name on disk
+transformers' own mapping (`_names.disk_names`), names in vLLM from `EngineNames`. vLLM's renaming of a name on disk
 (`engine_reads`) must give the same result; for some towers it does not with the names under which transformers saves them.
 """
 
@@ -131,71 +131,98 @@ class MlxClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """One family of vision-language models.
+class EngineNames:
+    """What names of a family become in vLLM and on the hub; of prefixes the first match wins.
 
     Attributes:
-        family: name, equal to the file's recipe name.
-        model_types: `model_type` values of config.json.
-        layers: path of the list of decoder blocks.
-        norm: the norm between the last block and the output head, next to the list of blocks.
-        head_shares: whether vLLM's class ties the output head to the embedding regardless of config.json.
-        embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
-        experts: the experts of a mixture within a block, fused in transformers and separate here (`_experts`); None: none.
-        router: the module that routes tokens to experts, with a weight that engines run as a linear layer, always in 16
-            bits.
-        groups: linear groups of one decoder block.
-        vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
-        vision_layers: path of the list of tower blocks, empty if there is no tower; `vision_groups`: linear groups of one of
-            them, none where vLLM cannot run the tower quantized.
-        vision_attention: the attention within a tower block, if vLLM can compute it in FP8 with scales from a file (its class
-            calls `get_fp8_padded_hidden_size`) and names it the same with `.attn` appended; else None.
-        image_token: the config key with the id of the placeholder of one visual token.
-        layout: function that computes which part of an image of a given size each visual token shows.
+        prefixes: memory prefix -> prefix in vLLM; other names do not change.
+        mapper: prefix on disk -> prefix in vLLM: the `hf_to_vllm_mapper` of vLLM's class.
+        parts: path component -> its name in vLLM, anywhere in the rest of the path.
+        hub: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
+    """
+
+    prefixes: Prefixes = ()
+    mapper: Prefixes = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    hub: Prefixes = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """What can be done within a family's vision tower.
+
+    Attributes:
+        attention: the attention within a block, if vLLM can compute it in FP8 with scales from a file (its class calls
+            `get_fp8_padded_hidden_size`) and names it the same with `.attn` appended; else None.
+        cls: model type of the tower if it has a CLS token and blocks whose `self_attn` gives its attention; else None.
+        units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or a mean of
+            rows where tiles are scaled down after the tower (`resized`).
+        whole: whether every device holds the whole tower, as when vLLM runs transformers' module; otherwise layers are split.
+        joint: names within a block of the attention and of the norm after it, between which rows can be merged, in
+            transformers and in vLLM; None if tokens cannot be merged in the tower.
+        merging: model types of towers in which they can -> rows that are features: all (`full`) or those after CLS
+            (`default`).
+        unreduced: model types of towers whose tokens cannot be reduced, with the reason.
+        blocks: part of the class name of blocks that identifies this tower in models without a family here.
+    """
+
+    attention: str | None = None
+    cls: str | None = None
+    units: Literal["patch", "block", "resized"] = "block"
+    whole: bool = False
+    joint: tuple[str, str] | None = None
+    merging: tuple[tuple[str, str], ...] = ()
+    unreduced: tuple[tuple[str, str], ...] = ()
+    blocks: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """How images and videos of a family become visual tokens, and where these stand.
+
+    Attributes:
         placeholders: function of the model's config that computes the processor settings for as many placeholders as features;
             settings of the image processor have the prefix `image_processor.`. None: unknown, so messages about a mismatch
             cannot name a setting.
-        image_processor: function of the model's config that returns the image processor's attributes that `layout` reads, for
+        processor: function of the model's config that returns the image processor's attributes that `layout` reads, for
             folders without one; None: config.json does not determine them.
         sizes: function that lists processor settings with which images have fewer tokens; None if images of all sizes have
             equally many tokens.
         video: function of `(processor, frames, width, height)` that computes the grid `(frames, rows, columns)` of a video's
             tokens; raises ValueError for sizes that the processor refuses. None: videos are not counted.
-        float32: parameters, by parts of their names, that may be stored in float32 independently of the other weights' type,
-            as engines compute with them in float32.
-        inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
-            that read and those that write the residual stream.
+        token_side: function of the model's config: side of the square of patches that merging, pixel shuffle or pooling joins
+            into a visual token; None: 1.
         newlines: parameters outside the projector whose rows are inserted between visual tokens.
         levels: function of config.json's content: the number of rows that the decoder gets of each visual token, in its
             embedding's place or before some of its blocks; None: 1.
         features: function of what transformers' `get_image_features` returns that picks the rows of one level; None:
             `pooler_output`.
         positions: `1d`, or `mrope` when visual tokens carry (time, row, column) positions.
-        token_side: function of the model's config: side of the square of patches that merging, pixel shuffle or pooling joins
-            into a visual token; None: 1.
-        visual_grid: arrangement of an image's visual tokens, for reducers: `patches`, the encoder's patches, for one image
-            size; `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by
+        grid: arrangement of an image's visual tokens, for reducers: `patches`, the encoder's patches, for one image size;
+            `thw`, by the processor's `image_grid_thw`; `tiles`, square tiles of one size; `shapes`, tiles by
             `spatial_shapes`; `anyres`, by `layout` from `image_sizes`; None if they cannot be reduced.
+    """
+
+    placeholders: Callable[[Any], dict[str, Any]] | None = None
+    processor: Callable[[Any], Any] | None = None
+    sizes: Sizes | None = None
+    video: Callable[[Any, int, int, int], tuple[int, int, int]] | None = None
+    token_side: Callable[[Any], int] | None = None
+    newlines: tuple[str, ...] = ()
+    levels: Callable[[Mapping[str, Any]], int] | None = None
+    features: Callable[[Any], Any] | None = None
+    positions: Literal["1d", "mrope"] = "1d"
+    grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """What engines do differently with a family.
+
+    Attributes:
+        head_shares: whether vLLM's class ties the output head to the embedding regardless of config.json.
+        embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
         kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
-        mixed_blocks: layers other than causal attention that mix tokens in the decoder, for messages; None if there are none.
-        vision_cls: model type of the tower if it has a CLS token and blocks whose `self_attn` gives its attention; else
-            None.
-        vision_units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or
-            a mean of rows where tiles are scaled down after the tower (`resized`).
-        vision_whole: whether every device holds the whole tower, as when vLLM runs transformers' module; otherwise layers are
-            split.
-        vision_joint: names within a tower block of the attention and of the norm after it, between which rows can be merged,
-            in transformers and in vLLM; None if tokens cannot be merged in the tower.
-        merging_towers: model types of towers in which they can -> rows that are features: all (`full`) or those after CLS
-            (`default`).
-        unreduced_towers: model types of towers whose tokens cannot be reduced, with the reason.
-        tower_blocks: part of the class name of tower blocks that identifies this tower in models without a family here.
-        norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
-        engine_prefixes: memory prefix -> prefix in vLLM, first match wins; other names do not change.
-        engine_mapper: prefix on disk -> prefix in vLLM, first match wins: the `hf_to_vllm_mapper` of vLLM's class.
-        engine_parts: path component -> its name in vLLM, anywhere in the rest of the path.
-        hub_prefixes: memory prefix -> prefix in the family's checkpoints on the hub, which all readers know.
-        draft: the head for speculative decoding that the family's checkpoints may have; else None.
         text_defaults: entries of `text_config` that vLLM reads but transformers may omit -> transformers' value.
         vllm_cpu: why vLLM's CPU build cannot run the family; None if it can.
         tool_calls: vLLM's parser for the family's tool calls, and a string in the chat template that identifies their
@@ -203,76 +230,87 @@ class ModelSpec:
         mlx: how mlx-vlm's class differs, for families that it has.
     """
 
-    family: str
-    model_types: tuple[str, ...]
-    layers: str = "model.language_model.layers"
-    groups: tuple[LinearGroup, ...]
-    vision: tuple[str, ...]
-    projector: tuple[str, ...]
-    vision_layers: str
-    vision_groups: tuple[LinearGroup, ...]
-    image_token: str = "image_token_id"
-    layout: Cut
-    placeholders: Callable[[Any], dict[str, Any]] | None = None
-    image_processor: Callable[[Any], Any] | None = None
-    sizes: Sizes | None = None
-    video: Callable[[Any, int, int, int], tuple[int, int, int]] | None = None
-    token_side: Callable[[Any], int] | None = None
-    lm_head: str = "lm_head"
-    norm: str = "norm"
     head_shares: bool = False
     embedding_whole: bool = False
-    experts: str | None = None
-    router: str | None = None
-    vision_attention: str | None = None
-    float32: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
-    newlines: tuple[str, ...] = ()
-    levels: Callable[[Mapping[str, Any]], int] | None = None
-    features: Callable[[Any], Any] | None = None
-    positions: Literal["1d", "mrope"] = "1d"
-    visual_grid: Literal["patches", "thw", "tiles", "shapes", "anyres"] | None = None
     kv_scales: bool = True
-    mixed_blocks: str | None = None
-    vision_cls: str | None = None
-    vision_units: Literal["patch", "block", "resized"] = "block"
-    vision_whole: bool = False
-    vision_joint: tuple[str, str] | None = None
-    merging_towers: tuple[tuple[str, str], ...] = ()
-    unreduced_towers: tuple[tuple[str, str], ...] = ()
-    tower_blocks: str | None = None
-    norm_offset: float = 0.0
-    engine_prefixes: Prefixes = ()
-    engine_mapper: Prefixes = ()
-    engine_parts: tuple[tuple[str, str], ...] = ()
-    hub_prefixes: Prefixes = ()
-    draft: DraftHead | None = None
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
     tool_calls: tuple[str, str] | None = None
     mlx: MlxClass = MlxClass()
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One family of vision-language models. The first eight fields are what a new family needs.
+
+    Attributes:
+        family: name, equal to the file's recipe name.
+        model_types: `model_type` values of config.json.
+        groups: linear groups of one decoder block.
+        vision: paths of the vision tower's roots; `projector`: paths of the modules between the tower and the LLM.
+        vision_layers: path of the list of tower blocks, empty if there is no tower; `vision_groups`: linear groups of one of
+            them, none where vLLM cannot run the tower quantized.
+        layout: function that computes which part of an image of a given size each visual token shows.
+        image_token: the config key with the id of the placeholder of one visual token.
+        layers: path of the list of decoder blocks.
+        norm: the norm between the last block and the output head, next to the list of blocks.
+        norm_offset: norms compute `x * (offset + weight)`; 1.0 in Gemma, else 0.0.
+        inner: modules of a decoder block, by the end of their names, whose parameters act within a branch, between the layers
+            that read and those that write the residual stream.
+        experts: the experts of a mixture within a block, fused in transformers and separate here (`_experts`); None: none.
+        router: the module that routes tokens to experts, with a weight that engines run as a linear layer, always in 16
+            bits.
+        mixed_blocks: layers other than causal attention that mix tokens in the decoder, for messages; None if there are none.
+        float32: parameters, by parts of their names, that may be stored in float32 independently of the other weights' type,
+            as engines compute with them in float32.
+        draft: the head for speculative decoding that the family's checkpoints may have; else None.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    groups: tuple[LinearGroup, ...]
+    vision: tuple[str, ...]
+    projector: tuple[str, ...]
+    vision_layers: str
+    vision_groups: tuple[LinearGroup, ...]
+    layout: Cut
+    image_token: str = "image_token_id"
+    layers: str = "model.language_model.layers"
+    norm: str = "norm"
+    norm_offset: float = 0.0
+    lm_head: str = "lm_head"
+    inner: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
+    experts: str | None = None
+    router: str | None = None
+    mixed_blocks: str | None = None
+    float32: tuple[str, ...] = ()
+    draft: DraftHead | None = None
+    names: EngineNames = EngineNames()
+    tower: Tower = Tower()
+    images: Images = Images()
+    engine: Engines = Engines()
+
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json with missing `text_defaults` filled in."""
         text = config.get("text_config")
-        if not self.text_defaults or not isinstance(text, Mapping):
+        if not self.engine.text_defaults or not isinstance(text, Mapping):
             return dict(config)
-        return {**config, "text_config": dict(self.text_defaults) | dict(text)}
+        return {**config, "text_config": dict(self.engine.text_defaults) | dict(text)}
 
     def engine_name(self, memory_name: str) -> str:
         """The name of a module or tensor in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""
-        return self._in_engine(_moved(memory_name, self.engine_prefixes))
+        return self._in_engine(_moved(memory_name, self.names.prefixes))
 
     def engine_reads(self, disk_name: str) -> str:
         """The parameter name to which vLLM maps a tensor's name on disk."""
-        return self._in_engine(_moved(disk_name, self.engine_mapper))
+        return self._in_engine(_moved(disk_name, self.names.mapper))
 
     def hub_name(self, memory_name: str) -> str:
         """The name of a tensor in the family's checkpoints on the hub."""
-        return _moved(memory_name, self.hub_prefixes)
+        return _moved(memory_name, self.names.hub)
 
     def _in_engine(self, name: str) -> str:
-        parts = dict(self.engine_parts)
+        parts = dict(self.names.parts)
         return ".".join(parts.get(part, part) for part in name.split("."))
 
 

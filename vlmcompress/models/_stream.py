@@ -87,7 +87,9 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Collection[str]
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
     head, width = f"{spec.lm_head}.weight", int(embedding.get_parameter("weight").shape[1])
     parameters = {key for key, _ in meta_model.named_parameters()}
-    newlines = [newline for newline in spec.newlines if newline in parameters]  # their rows enter the stream as well
+    newlines = [
+        newline for newline in spec.images.newlines if newline in parameters
+    ]  # their rows enter the stream as well
     residual = Stream(width, name, spec.lm_head, head in tied_names(meta_model), rows=[name, *newlines])
     templates = {template.name: template for template in spec.groups}
     for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):

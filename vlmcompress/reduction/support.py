@@ -54,10 +54,10 @@ def family_refusal(spec: ModelSpec, method: str) -> str | None:
     """The reason why `method` cannot be attached to this family's models, in one line; None if it can. UserError for an
     unknown method."""
     module = REDUCERS.outline(method)
-    if spec.visual_grid is None:
+    if spec.images.grid is None:
         from vlmcompress.models import all_specs
 
-        families = sum(other.visual_grid is not None for other in all_specs())
+        families = sum(other.images.grid is not None for other in all_specs())
         return f"visual tokens of {spec.family} are not reduced yet, those of {families} other families are: see docs/models.md"
     if _fits(spec, module):
         return None
@@ -75,10 +75,10 @@ def _fits(spec: ModelSpec, module: Any) -> bool:
     if module.STAGE == "llm":
         return not spec.mixed_blocks
     if hasattr(module, "merge"):
-        return spec.vision_joint is not None
+        return spec.tower.joint is not None
     if chooses_images(module):
-        return spec.visual_grid in ("thw", "patches")
-    return spec.vision_cls is not None or not needs_encoder(module)
+        return spec.images.grid in ("thw", "patches")
+    return spec.tower.cls is not None or not needs_encoder(module)
 
 
 def _unfit(spec: ModelSpec, module: Any) -> str:
@@ -86,7 +86,7 @@ def _unfit(spec: ModelSpec, module: Any) -> str:
     if module.STAGE == "llm":
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
     if hasattr(module, "merge"):
-        return f"merges patches within the encoder, {_MIXED[spec.vision_units].format(family=spec.family)}"
+        return f"merges patches within the encoder, {_MIXED[spec.tower.units].format(family=spec.family)}"
     if chooses_images(module):
         return f"leaves out images, and {spec.family} cuts them into tiles"
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
@@ -100,7 +100,7 @@ def needs_encoder(module: Any) -> bool:
 def reads_encoder(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
     """Whether the method reads signals from within this model's encoder, required or optional ones."""
     takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
-    return needs_encoder(module) or (takes and spec.vision_cls is not None and _no_cls_attention(spec, config) is None)
+    return needs_encoder(module) or (takes and spec.tower.cls is not None and _no_cls_attention(spec, config) is None)
 
 
 def chooses_images(module: Any) -> bool:
@@ -111,7 +111,7 @@ def chooses_images(module: Any) -> bool:
 def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
     """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
     tower = config.vision_config.model_type
-    if reason := family_refusal(spec, reducer.method) or dict(spec.unreduced_towers).get(tower):
+    if reason := family_refusal(spec, reducer.method) or dict(spec.tower.unreduced).get(tower):
         raise UserError(reason)
     module, options = reducer.module, reducer.options
     blocks = config.get_text_config().num_hidden_layers
@@ -149,7 +149,7 @@ def _no_cls_attention(spec: ModelSpec, config: Any) -> str | None:
     """Why this model's encoder gives no attention from CLS although its family's usual encoder does; None if it does."""
     if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
         return f"this model joins several encoder layers or keeps CLS; {_INSTEAD}"
-    if (kind := config.vision_config.model_type) != spec.vision_cls:
+    if (kind := config.vision_config.model_type) != spec.tower.cls:
         return f"the encoder is a {kind}, without CLS; {_INSTEAD}"
     return None
 
@@ -174,7 +174,7 @@ def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: Re
         raise UserError(f"this model joins several encoder layers; {_INSTEAD}")
     if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
         raise UserError(f"this model leaves out encoder layers; {_INSTEAD}")
-    if used not in spec.merging_towers:
+    if used not in spec.tower.merging:
         raise UserError(
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
             f"('default') and a SigLIP ('full'); {_INSTEAD}"

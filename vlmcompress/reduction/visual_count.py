@@ -1,8 +1,8 @@
 """Visual tokens of images and videos by the family's own rule, before and after a reducer, and the patches of the encoder.
 
-Images are counted by `ModelSpec.layout` with the model's processor, videos by `ModelSpec.video` with frames as resized by the
+Images are counted by `ModelSpec.layout` with the model's processor, videos by `Images.video` with frames as resized by the
 processor (tested against the processors of transformers 5.17). For a folder without a processor a substitute has the settings
-that config.json implies (`ModelSpec.placeholders` and `image_processor`); `CountRule.notes` says so.
+that config.json implies (`Images.placeholders` and `processor`); `CountRule.notes` says so.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class CountRule:
         layouts = layouts_of(self.spec, self.processor, pictures.images)
         patches = [count for layout in layouts for piece in layout.pieces for count in self._patches(piece)]
         film = self._video(*pictures.video) if pictures.video else None
-        video = math.prod(film) + bool(self.spec.newlines) if film else 0
+        video = math.prod(film) + bool(self.spec.images.newlines) if film else 0
         if film:
             frames, rows, columns = film
-            whole = self.spec.visual_grid == "thw"
+            whole = self.spec.images.grid == "thw"
             patches += [self._side**2 * rows * columns if whole else square_patches(self.config.vision_config)] * frames
         largest = max((self._try(size) for size in LARGE), default=0)
         longest = max([largest, video, *(layout.tokens for layout in layouts)])
@@ -108,7 +108,7 @@ class CountRule:
 
     @property
     def _side(self) -> int:
-        return self.spec.token_side(self.config) if self.spec.token_side else 1
+        return self.spec.images.token_side(self.config) if self.spec.images.token_side else 1
 
     def _patches(self, piece: Piece) -> list[int]:
         """Number of patches of each encoder input for a piece of an image."""
@@ -122,12 +122,12 @@ class CountRule:
             raise UserError(
                 f"video {frames}x{width}x{height} is larger than {MOST_FRAMES:,} frames of {LARGEST / 1e6:.0f} Mpx"
             )
-        if self.spec.video is None:
+        if self.spec.images.video is None:
             raise UserError(
                 f"videos of {self.spec.family} are not counted here; give the frames as --images-per-request"
             )
         try:
-            return self.spec.video(self.processor, frames, width, height)
+            return self.spec.images.video(self.processor, frames, width, height)
         except ValueError as error:
             raise UserError(f"video {frames}x{width}x{height}: the model's processor refuses it ({error})") from error
 
@@ -152,7 +152,7 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
     """
     if counted.film and chosen.query_aware:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
-    if spec.visual_grid == "anyres" and hasattr(chosen.module, "merge"):
+    if spec.images.grid == "anyres" and hasattr(chosen.module, "merge"):
         return None
     full = sum(layout.tokens for layout in counted.images)
     if chooses_images(chosen.module):
@@ -198,16 +198,16 @@ def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str,
         ):
             image_processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
     if image_processor is None:
-        if spec.image_processor is None:
+        if spec.images.processor is None:
             raise UserError(
                 f"visual tokens of {spec.family} depend on its processor; copy preprocessor_config.json from the source"
             )
-        image_processor = spec.image_processor(config)
+        image_processor = spec.images.processor(config)
         note = "the folder has no processor: sizes are those of config.json"
-        if spec.visual_grid == "thw":
+        if spec.images.grid == "thw":
             most = image_processor.size["longest_edge"] / 1e6
             note += f", and an image has up to transformers' {most:.2f} Mpx"
         notes = (note,)
-    settings = spec.placeholders(config) if spec.placeholders else {}
+    settings = spec.images.placeholders(config) if spec.images.placeholders else {}
     whole = {name: value for name, value in settings.items() if "." not in name}
     return SimpleNamespace(image_processor=image_processor, **whole), notes

@@ -63,7 +63,7 @@ def student_logits(vlm: VLM, batch: Inputs) -> Tensor:
             return first.logits[0]
         end = cut - 1 + count
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
-        if vlm.spec.positions == "mrope":
+        if vlm.spec.images.positions == "mrope":
             base: Any = vlm.model.get_submodule(vlm.spec.layers.split(".")[0])
             ahead = base.rope_deltas if PIXELS & inputs.keys() else 0  # the model does not reset it without images
             kwargs["position_ids"] = (torch.arange(cut, end, device=ids.device)[None] + ahead)[None].expand(3, -1, -1)

@@ -205,7 +205,7 @@ class Lessons:
         embeds = embedding(ids, self.table).float()[1:]
         taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
         images = runs(modality == VISION)
-        if self.reducer and self.target.spec.positions == "1d":
+        if self.reducer and self.target.spec.images.positions == "1d":
             for start, end in images:  # vLLM gives a draft an image's start, but no positions within it
                 positions[start:end] = positions[start - 1] + 1
         if self.images.plain:

@@ -256,7 +256,7 @@ def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _names(vlm: VLM, part: str) -> list[str]:
     """Names of the parameters of a part, without adapters."""
     spec = vlm.spec
-    projector = (*spec.projector, *spec.newlines)
+    projector = (*spec.projector, *spec.images.newlines)
     names = [name for name, parameter in vlm.model.named_parameters() if parameter.is_floating_point()]
     if part == "norms":
         text = spec.layers.rpartition(".")[0]

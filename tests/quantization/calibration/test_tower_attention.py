@@ -187,4 +187,4 @@ def test_families_are_those_whose_class_in_vllm_can():
             imports = re.findall(r"^from \.(\w+) import (\([^)]*\)|.*)$", text, re.MULTILINE)
             files = [code, *(folder / f"{file}.py" for file, names in imports if "VisionTransformer" in names)]
             able = any("get_fp8_padded_hidden_size" in file.read_text() for file in files)
-            assert able == bool(models.REGISTRY.get(name).SPEC.vision_attention), name
+            assert able == bool(models.REGISTRY.get(name).SPEC.tower.attention), name

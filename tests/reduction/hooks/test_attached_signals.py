@@ -146,7 +146,7 @@ def test_projected(family, monkeypatch):
         torch.testing.assert_close(signals.features, rows[unit.row, unit.columns])
         where[unit.row, unit.columns] = False  # each token is of one unit
     rest = embeds[where]
-    if vlm.spec.visual_grid == "anyres":
+    if vlm.spec.images.grid == "anyres":
         assert len(rest) and torch.equal(rest, vlm.model.model.image_newline.expand_as(rest))
     else:
         assert not len(rest)

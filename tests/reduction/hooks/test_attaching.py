@@ -89,7 +89,7 @@ def test_refusals_are_one_line():
     for spec, method in itertools.product(all_specs(), REGISTRY.names()):
         reason = family_refusal(spec, method)
         if reason is None:
-            assert spec.visual_grid is not None, (spec.family, method)
+            assert spec.images.grid is not None, (spec.family, method)
         else:
             assert "\n" not in reason and len(reason) < 280 and (method in reason or spec.family in reason), reason
 

@@ -40,7 +40,7 @@ def test_generated_tokens_equal_the_full_recompute(family, method):
 
 # By hand, models with M-RoPE do not continue a padded batch: transformers gives them positions of the whole mask, not of the
 # new tokens. generate, above, does; so do reducers before the language model, which take only the last of these positions.
-M_ROPE = [spec.family for spec in all_specs() if spec.positions == "mrope"]
+M_ROPE = [spec.family for spec in all_specs() if spec.images.positions == "mrope"]
 BY_HAND = [
     (family, method, masked)
     for family, method in DECODING
@@ -108,7 +108,7 @@ def test_beams_and_no_cache(family):
     inputs = encode(vlm, ONE, (TWO[0][:1], TWO[1]))
     generation = {**GREEDY, "num_beams": 2, "output_scores": True}
     with attach(vlm, "random", {"keep": 0.4}):
-        if hasattr(vlm.model, "_supports_mm_encoder_outputs") and vlm.spec.visual_grid == "thw":
+        if hasattr(vlm.model, "_supports_mm_encoder_outputs") and vlm.spec.images.grid == "thw":
             with pytest.raises(UserError, match="beam search does not go with a reducer here"):
                 vlm.model.generate(**inputs, **generation)
             return  # from transformers 5.18 on

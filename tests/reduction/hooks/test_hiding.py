@@ -24,7 +24,7 @@ def test_equals_hiding_the_dropped_tokens(family, method):
         reduced = vlm.model(**inputs).logits
     tokens = sum(len(unit.columns) for unit in attached.reduced_units)
     all_tokens = (inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)).sum()
-    assert tokens < all_tokens if vlm.spec.visual_grid == "anyres" else tokens == all_tokens  # newlines stay
+    assert tokens < all_tokens if vlm.spec.images.grid == "anyres" else tokens == all_tokens  # newlines stay
     assert sum(len(unit.reduction.anchor) for unit in attached.reduced_units) < 0.6 * tokens
     assert {unit.row for unit in attached.reduced_units} == {0, 1}
     full = reference.logits(vlm, inputs, attached.stages)
@@ -83,7 +83,7 @@ def test_visionzip_equals_merging_before_the_projector():
 
 def placed(vlm, inputs: dict) -> dict:
     """With positions that begin at the first real token, as generate gives them and Qwen models count them anyway."""
-    if vlm.spec.positions == "mrope":
+    if vlm.spec.images.positions == "mrope":
         return inputs
     mask = inputs["attention_mask"]
     return inputs | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)}

@@ -75,7 +75,7 @@ def test_a_padded_batch_is_its_prompts_one_by_one(family):
     prompts = [ONE, TWO, NONE]
     with attach(vlm, "uniform", {"keep": 0.4}):
         batch = encode(vlm, *prompts)
-        if vlm.spec.positions == "1d":
+        if vlm.spec.images.positions == "1d":
             mask = batch["attention_mask"]
             batch["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
         together = vlm.model(**batch).logits[:, -1]

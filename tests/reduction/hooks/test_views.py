@@ -71,7 +71,7 @@ def expected(vlm: VLM, prompt: Prompt, keep: float) -> list[int]:
 
 def test_families():
     """Those that encode a picture at a time."""
-    assert [spec.family for spec in DENSE if spec.visual_grid in ("patches", "thw")] == FAMILIES
+    assert [spec.family for spec in DENSE if spec.images.grid in ("patches", "thw")] == FAMILIES
     assert {"llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-5"} <= {*FAMILIES}
     with pytest.raises(UserError, match="internvl cuts them into tiles; use "):
         attach(tiny("internvl"), "litevlm")

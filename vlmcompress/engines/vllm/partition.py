@@ -127,7 +127,7 @@ def tower_problem(model: nn.Module, spec: ModelSpec, schemes: Mapping[str, Schem
     Args:
         model: the model, shapes only; `schemes`: quantized linear layer (memory name) -> its number formats.
     """
-    if spec.vision_whole:
+    if spec.tower.whole:
         return None
     layers = fused_layers(model, models.vision_linears(model, spec), schemes)
     torn = next((layer for layer in layers if not fits(layer, devices)), None)

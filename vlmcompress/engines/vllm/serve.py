@@ -300,9 +300,9 @@ def _tools(model: Path, config: dict) -> list[str]:
         spec = models.spec_for(config)
     except UserError:
         return []  # a family that is not ours
-    if spec.tool_calls is None or not any(spec.tool_calls[1] in text for text in texts):
+    if spec.engine.tool_calls is None or not any(spec.engine.tool_calls[1] in text for text in texts):
         return []
-    return [AUTO_TOOLS, PARSER, spec.tool_calls[0]]
+    return [AUTO_TOOLS, PARSER, spec.engine.tool_calls[0]]
 
 
 def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:

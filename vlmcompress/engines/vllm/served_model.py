@@ -290,7 +290,7 @@ def read_served_model(path: Path) -> ServedModel:
     ):  # identify an unknown model's tower by the class of its blocks
         with contextlib.suppress(AttributeError, IndexError):
             blocks: Any = meta_model.get_submodule(other.vision_layers)
-            if other.tower_blocks and other.tower_blocks in type(blocks[0]).__name__:
+            if other.tower.blocks and other.tower.blocks in type(blocks[0]).__name__:
                 pictures = other
                 break
     return ServedModel(path, config, meta_model, describe(meta_model), stored, weights, spec, None, pictures, quantized)

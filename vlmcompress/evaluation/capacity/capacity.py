@@ -265,8 +265,8 @@ def _encoder_bytes(
     # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger. Of
     # each it holds all levels (`models/qwen3_vl.py`, `models/granite4_vision.py`: `embed_multimodal`).
     levels = 1
-    if model.pictures and model.pictures.levels:
-        levels = model.pictures.levels(model.meta_model.config.to_dict())
+    if model.pictures and model.pictures.images.levels:
+        levels = model.pictures.images.levels(model.meta_model.config.to_dict())
     return max(defaults.batched, largest) * model.decoder.hidden * model.decoder.itemsize * levels
 
 

@@ -45,7 +45,7 @@ def published(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config.get("text_config"), Mapping):
         return dict(config)  # as published
     spec, decoder = family_of(config), config["text_config"].get("model_type")
-    mlx = spec.mlx if spec else MlxClass()
+    mlx = spec.engine.mlx if spec else MlxClass()
     if mlx.decoder not in ("", decoder):
         raise UserError(f"mlx-vlm's class has a decoder of the type {mlx.decoder}, not {decoder}")
     tied = config["text_config"].get("tie_word_embeddings", config.get("tie_word_embeddings", True))

@@ -158,7 +158,7 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
 
 def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
     """The message that a reducer does not run in MLX (`engines/mlx_reducers.py`); None if it does."""
-    methods, families = ENGINES["mlx"].reducers, [spec.family for spec in all_specs() if spec.mlx.fewer_tokens]
+    methods, families = ENGINES["mlx"].reducers, [spec.family for spec in all_specs() if spec.engine.mlx.fewer_tokens]
     if family in families and reducer["method"] in methods and not {"merge", "similar"} & reducer.keys():
         return None
     return (

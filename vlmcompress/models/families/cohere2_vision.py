@@ -11,7 +11,18 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import Layout, side_length
-from vlmcompress.models._spec import ATTENTION_OUT, CLIP, DOWN, GATE_UP, QKV, ModelSpec, Prefixes
+from vlmcompress.models._spec import (
+    ATTENTION_OUT,
+    CLIP,
+    DOWN,
+    GATE_UP,
+    QKV,
+    EngineNames,
+    Engines,
+    Images,
+    ModelSpec,
+    Prefixes,
+)
 from vlmcompress.models.families import internvl
 
 ENGINE: Prefixes = (
@@ -53,13 +64,8 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
     layout=layout,
-    placeholders=placeholders,
-    sizes=sizes,
-    token_side=attrgetter("downsample_factor"),
-    visual_grid="tiles",
     mixed_blocks="attention in windows",
-    head_shares=True,
-    engine_prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE),
-    engine_mapper=ENGINE,
-    hub_prefixes=HUB,
+    names=EngineNames(prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE), mapper=ENGINE, hub=HUB),
+    images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("downsample_factor"), grid="tiles"),
+    engine=Engines(head_shares=True),
 )

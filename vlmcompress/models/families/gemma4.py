@@ -15,7 +15,18 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import DOWN, QKV, LinearGroup, MlxClass, ModelSpec, Prefixes
+from vlmcompress.models._spec import (
+    DOWN,
+    QKV,
+    EngineNames,
+    Engines,
+    Images,
+    LinearGroup,
+    MlxClass,
+    ModelSpec,
+    Prefixes,
+    Tower,
+)
 
 ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),
@@ -77,14 +88,10 @@ SPEC = ModelSpec(
         LinearGroup("up", ("mlp.up_proj.linear",)),
         LinearGroup("down", ("mlp.down_proj.linear",)),
     ),
-    vision_whole=True,
     layout=layout,
-    placeholders=placeholders,
-    sizes=sizes,
-    token_side=attrgetter("vision_config.pooling_kernel_size"),
     mixed_blocks="attention in windows, and in large models both ways within an image",
-    engine_prefixes=ENGINE,
-    engine_mapper=(*ENGINE, ("model", "language_model.model")),
-    tool_calls=("gemma4", "<|tool_call>"),
-    mlx=MlxClass(head="tied"),
+    names=EngineNames(prefixes=ENGINE, mapper=(*ENGINE, ("model", "language_model.model"))),
+    tower=Tower(whole=True),
+    images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("vision_config.pooling_kernel_size")),
+    engine=Engines(tool_calls=("gemma4", "<|tool_call>"), mlx=MlxClass(head="tied")),
 )

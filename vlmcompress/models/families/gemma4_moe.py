@@ -15,11 +15,11 @@ from vlmcompress.models.families import gemma4
 SPEC = replace(
     gemma4.SPEC,
     family="gemma4-moe",
-    experts="experts",
-    router="router.proj",
     groups=(
         *gemma4.SPEC.groups,
         LinearGroup("experts.{}.gate_up", ("experts.{}.gate_proj", "experts.{}.up_proj"), fused=True),
         LinearGroup("experts.{}.down", ("experts.{}.down_proj",), ("experts.{}.up_proj",), "linear"),
     ),
+    experts="experts",
+    router="router.proj",
 )

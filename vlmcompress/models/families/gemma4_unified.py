@@ -18,14 +18,17 @@ SPEC = replace(
     projector=("model.embed_vision.multimodal_embedder",),
     vision_layers="",
     vision_groups=(),
-    engine_prefixes=(
-        ("model.embed_vision.multimodal_embedder", "embed_vision"),
-        ("model.embed_vision", "vision_embedder"),
-        *gemma4.ENGINE,
-    ),
-    engine_mapper=(("model.vision_embedder", "vision_embedder"), *gemma4.SPEC.engine_mapper),
-    hub_prefixes=(
-        ("model.embed_vision.multimodal_embedder", "model.embed_vision"),
-        ("model.embed_vision", "model.vision_embedder"),
+    names=replace(
+        gemma4.SPEC.names,
+        prefixes=(
+            ("model.embed_vision.multimodal_embedder", "embed_vision"),
+            ("model.embed_vision", "vision_embedder"),
+            *gemma4.ENGINE,
+        ),
+        mapper=(("model.vision_embedder", "vision_embedder"), *gemma4.SPEC.names.mapper),
+        hub=(
+            ("model.embed_vision.multimodal_embedder", "model.embed_vision"),
+            ("model.embed_vision", "model.vision_embedder"),
+        ),
     ),
 )

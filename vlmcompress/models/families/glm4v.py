@@ -10,7 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import ATTENTION_OUT, QKV, QWEN_ENGINE, LinearGroup, ModelSpec
+from vlmcompress.models._spec import (
+    ATTENTION_OUT,
+    QKV,
+    QWEN_ENGINE,
+    EngineNames,
+    Engines,
+    Images,
+    LinearGroup,
+    ModelSpec,
+)
 from vlmcompress.models.families import qwen2_vl
 
 
@@ -49,12 +58,13 @@ SPEC = ModelSpec(
         LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
     ),
     layout=layout,
-    placeholders=qwen2_vl.placeholders,
-    sizes=sizes,
-    token_side=qwen2_vl.SPEC.token_side,
-    positions="mrope",
-    visual_grid="thw",
-    engine_prefixes=QWEN_ENGINE,
-    engine_mapper=QWEN_ENGINE,
-    tool_calls=("glm45", "<arg_key>"),
+    names=EngineNames(prefixes=QWEN_ENGINE, mapper=QWEN_ENGINE),
+    images=Images(
+        placeholders=qwen2_vl.placeholders,
+        sizes=sizes,
+        token_side=qwen2_vl.SPEC.images.token_side,
+        positions="mrope",
+        grid="thw",
+    ),
+    engine=Engines(tool_calls=("glm45", "<arg_key>")),
 )

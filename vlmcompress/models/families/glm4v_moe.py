@@ -15,9 +15,6 @@ SPEC = replace(
     glm4v.SPEC,
     family="glm4v-moe",
     model_types=("glm4v_moe",),
-    experts="mlp.experts",
-    router="mlp.gate",
-    embedding_whole=True,
     groups=(
         *LLAMA,
         *EXPERT_GROUPS,
@@ -26,4 +23,7 @@ SPEC = replace(
         ),
         LinearGroup("shared_expert.down", ("mlp.shared_experts.down_proj",), ("mlp.shared_experts.up_proj",), "linear"),
     ),
+    experts="mlp.experts",
+    router="mlp.gate",
+    engine=replace(glm4v.SPEC.engine, embedding_whole=True),
 )

@@ -18,5 +18,5 @@ SPEC = replace(
     family="glm-ocr",
     model_types=("glm_ocr",),
     draft=DraftHead(glm4v.SPEC.layers, "num_nextn_predict_layers", joint="eh_proj", engine="model.layers"),
-    tool_calls=None,
+    engine=replace(glm4v.SPEC.engine, tool_calls=None),
 )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout
-from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec, Prefixes
+from vlmcompress.models._spec import CLIP, LLAMA, EngineNames, Images, ModelSpec, Prefixes
 from vlmcompress.models.families import llava_next
 
 ENGINE: Prefixes = (
@@ -64,21 +64,25 @@ def features(output: Any) -> Any:
 SPEC = ModelSpec(
     family="granite4-vision",
     model_types=("granite4_vision",),
-    layers="model.language_model.layers",
     groups=LLAMA,
     vision=("model.vision_tower",),
     projector=("model.layerwise_projectors", "model.spatial_projectors"),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_index",
-    newlines=("model.image_newline",),
-    levels=levels,
-    features=features,
     layout=layout,
-    placeholders=placeholders,
-    image_processor=llava_next.image_processor,
-    sizes=sizes,
-    engine_prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE),
-    engine_mapper=ENGINE,
-    hub_prefixes=(("model.vision_tower", "model.vision_tower.vision_model"),),
+    layers="model.language_model.layers",
+    image_token="image_token_index",
+    names=EngineNames(
+        prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE),
+        mapper=ENGINE,
+        hub=(("model.vision_tower", "model.vision_tower.vision_model"),),
+    ),
+    images=Images(
+        newlines=("model.image_newline",),
+        levels=levels,
+        features=features,
+        placeholders=placeholders,
+        processor=llava_next.image_processor,
+        sizes=sizes,
+    ),
 )

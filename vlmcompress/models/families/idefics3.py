@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, square_patches
-from vlmcompress.models._spec import CLIP, LLAMA, MlxClass, ModelSpec
+from vlmcompress.models._spec import CLIP, LLAMA, Engines, Images, MlxClass, ModelSpec, Tower
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -58,18 +58,14 @@ def token_side(config: Any) -> int:
 SPEC = ModelSpec(
     family="idefics3",
     model_types=("idefics3", "smolvlm"),
-    layers="model.text_model.layers",
     groups=LLAMA,
     vision=("model.vision_model",),
     projector=("model.connector",),
     vision_layers="model.vision_model.encoder.layers",
     vision_groups=CLIP,
     layout=layout,
-    placeholders=placeholders,
-    sizes=sizes,
-    token_side=token_side,
-    visual_grid="tiles",
-    vision_joint=("self_attn", "layer_norm2"),
-    merging_towers=(("idefics3_vision", "full"), ("smolvlm_vision", "full")),
-    mlx=MlxClass(head="own", fewer_tokens=True),
+    layers="model.text_model.layers",
+    tower=Tower(joint=("self_attn", "layer_norm2"), merging=(("idefics3_vision", "full"), ("smolvlm_vision", "full"))),
+    images=Images(placeholders=placeholders, sizes=sizes, token_side=token_side, grid="tiles"),
+    engine=Engines(mlx=MlxClass(head="own", fewer_tokens=True)),
 )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, side_length, square_patches
-from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, MlxClass, ModelSpec
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, EngineNames, Engines, Images, MlxClass, ModelSpec, Tower
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -36,7 +36,7 @@ def sizes(processor: Any) -> list[ImageSetting]:
 
 
 def tile_settings(images_of: Any, each: int) -> list[ImageSetting]:
-    """Settings of an image processor (`ModelSpec.sizes`), fewest tokens first: the most tiles of an image, and its own setting
+    """Settings of an image processor (`Images.sizes`), fewest tokens first: the most tiles of an image, and its own setting
     last. A tile has `each` tokens; from two tiles on, a small copy of the whole image is one more."""
     settings = [
         ImageSetting(each * (count + (count > 1)), {"max_patches": count})
@@ -71,16 +71,15 @@ SPEC = ModelSpec(
     vision_layers="model.vision_tower.encoder.layer",
     vision_groups=(),
     layout=layout,
-    placeholders=placeholders,
-    image_processor=image_processor,
-    sizes=sizes,
-    video=video,
-    token_side=token_side,
-    visual_grid="tiles",
-    vision_joint=("attention", "layernorm_after"),
-    merging_towers=(("internvl_vision", "default"),),
-    engine_prefixes=LLAVA_MAPPER,
-    engine_mapper=LLAVA_MAPPER,
-    hub_prefixes=LLAVA_MAPPER,
-    mlx=MlxClass(decoder="qwen3", fewer_tokens=True),
+    names=EngineNames(prefixes=LLAVA_MAPPER, mapper=LLAVA_MAPPER, hub=LLAVA_MAPPER),
+    tower=Tower(joint=("attention", "layernorm_after"), merging=(("internvl_vision", "default"),)),
+    images=Images(
+        placeholders=placeholders,
+        processor=image_processor,
+        sizes=sizes,
+        video=video,
+        token_side=token_side,
+        grid="tiles",
+    ),
+    engine=Engines(mlx=MlxClass(decoder="qwen3", fewer_tokens=True)),
 )

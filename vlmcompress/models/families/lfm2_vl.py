@@ -11,7 +11,16 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import CLIP, LLAVA_ENGINE, LLAVA_MAPPER, LinearGroup, ModelSpec
+from vlmcompress.models._spec import (
+    CLIP,
+    LLAVA_ENGINE,
+    LLAVA_MAPPER,
+    EngineNames,
+    Engines,
+    Images,
+    LinearGroup,
+    ModelSpec,
+)
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -78,23 +87,20 @@ SPEC = ModelSpec(
         LinearGroup("gate_up", ("feed_forward.w1", "feed_forward.w3"), ("ffn_norm",), fused=True),
         LinearGroup("down", ("feed_forward.w2",), ("feed_forward.w3",), "linear"),
     ),
-    norm="embedding_norm",
-    head_shares=True,
     vision=("model.vision_tower",),
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     layout=layout,
-    placeholders=placeholders,
-    sizes=sizes,
-    token_side=attrgetter("downsample_factor"),
-    visual_grid="shapes",
-    kv_scales=False,
+    norm="embedding_norm",
+    inner=("conv.conv", "self_attn.q_layernorm", "self_attn.k_layernorm"),
     mixed_blocks="short convolutions",
-    engine_prefixes=LLAVA_ENGINE,
-    engine_mapper=LLAVA_MAPPER,
-    engine_parts=(("conv", "short_conv"),),
-    hub_prefixes=(("model.vision_tower", "model.vision_tower.vision_model"),),
-    tool_calls=("lfm2", "<|tool_list_start|>"),
+    names=EngineNames(
+        prefixes=LLAVA_ENGINE,
+        mapper=LLAVA_MAPPER,
+        parts=(("conv", "short_conv"),),
+        hub=(("model.vision_tower", "model.vision_tower.vision_model"),),
+    ),
+    images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("downsample_factor"), grid="shapes"),
+    engine=Engines(head_shares=True, kv_scales=False, tool_calls=("lfm2", "<|tool_list_start|>")),
 )

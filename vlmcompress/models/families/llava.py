@@ -6,7 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import Layout, Piece, cut
-from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, MlxClass, ModelSpec
+from vlmcompress.models._spec import (
+    CLIP,
+    CLIP_TOWERS,
+    LLAMA,
+    LLAVA_ENGINE,
+    LLAVA_MAPPER,
+    EngineNames,
+    Engines,
+    Images,
+    MlxClass,
+    ModelSpec,
+    Tower,
+)
 from vlmcompress.utils.errors import UserError
 
 
@@ -60,20 +72,18 @@ SPEC = ModelSpec(
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_index",
     layout=layout,
-    placeholders=placeholders,
-    image_processor=image_processor,
-    visual_grid="patches",
-    mlx=MlxClass(fewer_tokens=True),
-    vision_cls="clip_vision_model",
-    vision_units="patch",
-    vision_joint=("self_attn", "layer_norm2"),
-    merging_towers=CLIP_TOWERS,
-    unreduced_towers=(
-        ("pixtral", "visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP"),
+    image_token="image_token_index",
+    names=EngineNames(prefixes=LLAVA_ENGINE, mapper=LLAVA_MAPPER, hub=LLAVA_ENGINE),
+    tower=Tower(
+        cls="clip_vision_model",
+        units="patch",
+        joint=("self_attn", "layer_norm2"),
+        merging=CLIP_TOWERS,
+        unreduced=(
+            ("pixtral", "visual tokens of a Pixtral encoder are not reduced yet; use a LLaVA with CLIP or SigLIP"),
+        ),
     ),
-    engine_prefixes=LLAVA_ENGINE,
-    engine_mapper=LLAVA_MAPPER,
-    hub_prefixes=LLAVA_ENGINE,
+    images=Images(placeholders=placeholders, processor=image_processor, grid="patches"),
+    engine=Engines(mlx=MlxClass(fewer_tokens=True)),
 )

@@ -7,7 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece, cut
-from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_ENGINE, LLAVA_MAPPER, ModelSpec
+from vlmcompress.models._spec import (
+    CLIP,
+    CLIP_TOWERS,
+    LLAMA,
+    LLAVA_ENGINE,
+    LLAVA_MAPPER,
+    EngineNames,
+    Images,
+    ModelSpec,
+    Tower,
+)
 from vlmcompress.models.families import llava
 
 
@@ -71,17 +81,15 @@ SPEC = ModelSpec(
     projector=("model.multi_modal_projector",),
     vision_layers="model.vision_tower.encoder.layers",
     vision_groups=CLIP,
-    image_token="image_token_index",
-    newlines=("model.image_newline",),
     layout=layout,
-    placeholders=llava.placeholders,
-    image_processor=image_processor,
-    sizes=sizes,
-    visual_grid="anyres",
-    vision_units="patch",
-    vision_joint=("self_attn", "layer_norm2"),
-    merging_towers=CLIP_TOWERS,
-    engine_prefixes=LLAVA_ENGINE,
-    engine_mapper=LLAVA_MAPPER,
-    hub_prefixes=LLAVA_ENGINE,
+    image_token="image_token_index",
+    names=EngineNames(prefixes=LLAVA_ENGINE, mapper=LLAVA_MAPPER, hub=LLAVA_ENGINE),
+    tower=Tower(units="patch", joint=("self_attn", "layer_norm2"), merging=CLIP_TOWERS),
+    images=Images(
+        newlines=("model.image_newline",),
+        placeholders=llava.placeholders,
+        processor=image_processor,
+        sizes=sizes,
+        grid="anyres",
+    ),
 )

@@ -26,9 +26,6 @@ SPEC = replace(
     llava_next.SPEC,
     family="llava-onevision",
     model_types=("llava_onevision",),
-    placeholders=placeholders,
-    video=video,
-    vision_units="resized",
-    vision_joint=None,
-    merging_towers=(),
+    tower=replace(llava_next.SPEC.tower, units="resized", joint=None, merging=()),
+    images=replace(llava_next.SPEC.images, placeholders=placeholders, video=video),
 )

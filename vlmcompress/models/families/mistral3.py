@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, LinearGroup, ModelSpec
+from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, EngineNames, Engines, Images, LinearGroup, ModelSpec
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -49,13 +49,11 @@ SPEC = ModelSpec(
         LinearGroup("gate_up", ("feed_forward.gate_proj", "feed_forward.up_proj"), ("ffn_norm",), fused=True),
         LinearGroup("down", ("feed_forward.down_proj",), ("feed_forward.up_proj",), "linear"),
     ),
-    image_token="image_token_index",
     layout=layout,
-    placeholders=placeholders,
-    sizes=sizes,
-    token_side=attrgetter("spatial_merge_size"),
-    engine_prefixes=LLAVA_MAPPER,
-    engine_mapper=(*LLAVA_MAPPER, ("model", "language_model.model")),
-    hub_prefixes=LLAVA_MAPPER,
-    tool_calls=("mistral", "[TOOL_CALLS]"),
+    image_token="image_token_index",
+    names=EngineNames(
+        prefixes=LLAVA_MAPPER, mapper=(*LLAVA_MAPPER, ("model", "language_model.model")), hub=LLAVA_MAPPER
+    ),
+    images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("spatial_merge_size")),
+    engine=Engines(tool_calls=("mistral", "[TOOL_CALLS]")),
 )

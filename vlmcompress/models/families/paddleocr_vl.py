@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.models._images import Layout, Piece
-from vlmcompress.models._spec import CLIP, LLAMA, ModelSpec, Prefixes
+from vlmcompress.models._spec import CLIP, LLAMA, EngineNames, Images, ModelSpec, Prefixes
 from vlmcompress.models.families import qwen2_vl
 
 MAPPER: Prefixes = (("model", "language_model.model"), ("lm_head", "language_model.lm_head"))
@@ -30,17 +30,21 @@ SPEC = ModelSpec(
     vision_layers="model.visual.vision_model.encoder.layers",
     vision_groups=CLIP,
     layout=layout,
-    placeholders=qwen2_vl.placeholders,
-    sizes=qwen2_vl.sizes,
-    token_side=qwen2_vl.SPEC.token_side,
-    positions="mrope",
-    visual_grid="thw",
-    engine_prefixes=(
-        ("model.language_model", "language_model.model"),
-        ("model.visual", "visual"),
-        ("model.projector", "mlp_AR"),
-        ("lm_head", "language_model.lm_head"),
+    names=EngineNames(
+        prefixes=(
+            ("model.language_model", "language_model.model"),
+            ("model.visual", "visual"),
+            ("model.projector", "mlp_AR"),
+            ("lm_head", "language_model.lm_head"),
+        ),
+        mapper=MAPPER,
+        hub=(("model.language_model", "model"), ("model.visual", "visual"), ("model.projector", "mlp_AR")),
     ),
-    engine_mapper=MAPPER,
-    hub_prefixes=(("model.language_model", "model"), ("model.visual", "visual"), ("model.projector", "mlp_AR")),
+    images=Images(
+        placeholders=qwen2_vl.placeholders,
+        sizes=qwen2_vl.sizes,
+        token_side=qwen2_vl.SPEC.images.token_side,
+        positions="mrope",
+        grid="thw",
+    ),
 )

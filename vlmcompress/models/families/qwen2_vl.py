@@ -7,7 +7,18 @@ from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
-from vlmcompress.models._spec import LLAMA, QWEN2_HUB, QWEN2_MAPPER, QWEN_ENGINE, LinearGroup, MlxClass, ModelSpec
+from vlmcompress.models._spec import (
+    LLAMA,
+    QWEN2_HUB,
+    QWEN2_MAPPER,
+    QWEN_ENGINE,
+    EngineNames,
+    Engines,
+    Images,
+    LinearGroup,
+    MlxClass,
+    ModelSpec,
+)
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -81,15 +92,15 @@ SPEC = ModelSpec(
         LinearGroup("fc2", ("mlp.fc2",)),
     ),
     layout=layout,
-    placeholders=placeholders,
-    image_processor=image_processor,
-    sizes=sizes,
-    video=video,
-    token_side=attrgetter("vision_config.spatial_merge_size"),
-    positions="mrope",
-    visual_grid="thw",
-    engine_prefixes=QWEN_ENGINE,
-    engine_mapper=QWEN2_MAPPER,
-    hub_prefixes=QWEN2_HUB,
-    mlx=MlxClass(tower_type=True, flat=True, fewer_tokens=True),
+    names=EngineNames(prefixes=QWEN_ENGINE, mapper=QWEN2_MAPPER, hub=QWEN2_HUB),
+    images=Images(
+        placeholders=placeholders,
+        processor=image_processor,
+        sizes=sizes,
+        video=video,
+        token_side=attrgetter("vision_config.spatial_merge_size"),
+        positions="mrope",
+        grid="thw",
+    ),
+    engine=Engines(mlx=MlxClass(tower_type=True, flat=True, fewer_tokens=True)),
 )

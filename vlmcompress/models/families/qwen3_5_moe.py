@@ -17,7 +17,7 @@ SPEC = replace(
     qwen3_5.SPEC,
     family="qwen3-5-moe",
     model_types=("qwen3_5_moe",),
+    groups=(*GATED_DELTA_NET, QKV, ATTENTION_OUT, *SHARED_EXPERT, *EXPERT_GROUPS),
     experts="mlp.experts",
     router="mlp.gate",
-    groups=(*GATED_DELTA_NET, QKV, ATTENTION_OUT, *SHARED_EXPERT, *EXPERT_GROUPS),
 )

@@ -9,7 +9,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.models._spec import LLAMA, QWEN3_TOWER, QWEN_ENGINE, MlxClass, ModelSpec
+from vlmcompress.models._spec import (
+    LLAMA,
+    QWEN3_TOWER,
+    QWEN_ENGINE,
+    EngineNames,
+    Engines,
+    Images,
+    MlxClass,
+    ModelSpec,
+    Tower,
+)
 from vlmcompress.models.families import qwen2_vl
 
 
@@ -39,19 +49,18 @@ SPEC = ModelSpec(
     projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
     vision_layers="model.visual.blocks",
     vision_groups=QWEN3_TOWER,
-    vision_attention="attn",
     layout=qwen2_vl.layout,
-    placeholders=qwen2_vl.placeholders,
-    image_processor=qwen2_vl.image_processor,
-    sizes=qwen2_vl.sizes,
-    video=video,
-    token_side=qwen2_vl.SPEC.token_side,
-    tower_blocks="Qwen3",
-    positions="mrope",
-    visual_grid="thw",
-    levels=levels,
-    engine_prefixes=QWEN_ENGINE,
-    engine_mapper=QWEN_ENGINE,
-    tool_calls=("hermes", "<tool_call>"),
-    mlx=MlxClass(tower_type=True, fewer_tokens=True),
+    names=EngineNames(prefixes=QWEN_ENGINE, mapper=QWEN_ENGINE),
+    tower=Tower(attention="attn", blocks="Qwen3"),
+    images=Images(
+        placeholders=qwen2_vl.placeholders,
+        processor=qwen2_vl.image_processor,
+        sizes=qwen2_vl.sizes,
+        video=video,
+        token_side=qwen2_vl.SPEC.images.token_side,
+        positions="mrope",
+        grid="thw",
+        levels=levels,
+    ),
+    engine=Engines(tool_calls=("hermes", "<tool_call>"), mlx=MlxClass(tower_type=True, fewer_tokens=True)),
 )

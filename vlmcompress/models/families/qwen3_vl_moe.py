@@ -18,8 +18,8 @@ SPEC = replace(
     qwen3_vl.SPEC,
     family="qwen3-vl-moe",
     model_types=("qwen3_vl_moe",),
+    groups=(*LLAMA, *EXPERT_GROUPS),
     experts="mlp.experts",
     router="mlp.gate",
-    groups=(*LLAMA, *EXPERT_GROUPS),
-    text_defaults=(("norm_topk_prob", True),),
+    engine=replace(qwen3_vl.SPEC.engine, text_defaults=(("norm_topk_prob", True),)),
 )

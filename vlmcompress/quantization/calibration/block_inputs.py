@@ -260,7 +260,7 @@ def collate(samples: Sequence[Inputs]) -> Inputs:
 
 def add_positions(inputs: Inputs, spec: ModelSpec) -> None:
     """Add each token's position, not counting padding, to a batch of a model that would otherwise count padding."""
-    if spec.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
+    if spec.images.positions == "1d" and "attention_mask" in inputs and "position_ids" not in inputs:
         inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
 
 

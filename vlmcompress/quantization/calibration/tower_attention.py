@@ -56,7 +56,7 @@ def _watched(model: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
 
     blocks = model.get_submodule(spec.vision_layers)
     modules = {
-        f"{spec.vision_layers}.{index}.{spec.vision_attention}": block.get_submodule(str(spec.vision_attention))
+        f"{spec.vision_layers}.{index}.{spec.tower.attention}": block.get_submodule(str(spec.tower.attention))
         for index, block in blocks.named_children()
     }
     largest = {name: torch.zeros(len(_PARTS)) for name in modules}

@@ -52,8 +52,8 @@ def tower_attention(survey: Survey) -> Iterator[str]:
     recipe, spec = survey.recipe, survey.source.spec
     if recipe.vision_attention is None:
         return
-    if spec.vision_attention is None:
-        families = [name for name in FAMILIES.names() if models.REGISTRY.get(name).SPEC.vision_attention]
+    if spec.tower.attention is None:
+        families = [name for name in FAMILIES.names() if models.REGISTRY.get(name).SPEC.tower.attention]
         yield (
             f"vision_attention: vLLM has no FP8 attention for the vision tower of {spec.family}, only for "
             f"{', '.join(families)}; leave it out"
@@ -162,7 +162,7 @@ def stored_format(survey: Survey) -> Iterator[str]:
 def something_to_write(survey: Survey) -> Iterator[str]:
     """Whether the recipe changes anything, and quantizes in each block that stores scales of keys and values."""
     recipe = survey.recipe
-    if recipe.kv_cache and not survey.source.spec.kv_scales:
+    if recipe.kv_cache and not survey.source.spec.engine.kv_scales:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
@@ -200,12 +200,12 @@ def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
     """Whether head and embedding can be quantized as in the recipe."""
     recipe, source = survey.recipe, survey.source
     quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
-    if quantized and source.spec.head_shares and recipe.engine == "vllm":
+    if quantized and source.spec.engine.head_shares and recipe.engine == "vllm":
         yield (
             f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
             "checkpoint has; leave it in bf16"
         )
-    elif "embeddings" in quantized and source.spec.embedding_whole and recipe.engine == "vllm":
+    elif "embeddings" in quantized and source.spec.engine.embedding_whole and recipe.engine == "vllm":
         yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
     elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec) and recipe.format != "mlx":
         yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"

@@ -157,8 +157,8 @@ def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
     """Whether the engine serves the family on the target."""
     if engine != "vllm" or target is None:
         return []
-    if target.is_cpu and plan.source.spec.vllm_cpu:
-        return [Finding("vllm: family", False, plan.source.spec.vllm_cpu)]
+    if target.is_cpu and plan.source.spec.engine.vllm_cpu:
+        return [Finding("vllm: family", False, plan.source.spec.engine.vllm_cpu)]
     blocks = describe(plan.source.meta_model).blocks
     heads = {block.head_dim for block in blocks if isinstance(block, Attention)}
     if target.head_sizes and (refused := heads - target.head_sizes):

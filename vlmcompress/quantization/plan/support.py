@@ -34,8 +34,8 @@ def _parts(spec: models.ModelSpec | None) -> str:
     assert spec is not None
     lacking = {
         "vision tower": not spec.vision_groups,
-        "output head": spec.head_shares,
-        "token embedding": spec.head_shares or spec.embedding_whole,
+        "output head": spec.engine.head_shares,
+        "token embedding": spec.engine.head_shares or spec.engine.embedding_whole,
     }
     parts = ", ".join(["decoder", *(part for part, missing in lacking.items() if not missing)])
     kept = " and ".join(part for part, missing in lacking.items() if missing)

@@ -74,7 +74,7 @@ class Attachment(Generic[Held]):
     def images(self) -> list[Reduction]:
         """The reduction of each image of the latest call, on the CPU; newlines are among its tokens, and kept.
 
-        For families that cut images into tiles (`visual_grid` "tiles") there is one for each tile.
+        For families that cut images into tiles (`Images.grid` "tiles") there is one for each tile.
         """
         grouped: dict[int, list[Reduced]] = {}
         for unit in self.reduced_units:
@@ -109,7 +109,7 @@ class Attachment(Generic[Held]):
         model: Any = self.vlm.model
         if not hasattr(model, "_supports_mm_encoder_outputs"):
             return
-        expand, patches = model._expand_inputs_for_generation, self.vlm.spec.visual_grid == "thw"
+        expand, patches = model._expand_inputs_for_generation, self.vlm.spec.images.grid == "thw"
 
         def expanded(expand_size: int = 1, **kwargs: Any) -> Any:
             if expand_size > 1 and patches:

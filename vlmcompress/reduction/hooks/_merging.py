@@ -42,8 +42,8 @@ class EncoderHooks:
         self.merger: Merger | None = None  # merger of the latest run
         self._undo: list[Callable[[], None]] = []
         every: Any = vlm.model.get_submodule(vlm.spec.vision_layers)
-        assert vlm.spec.vision_joint is not None
-        attention, norm = vlm.spec.vision_joint
+        assert vlm.spec.tower.joint is not None
+        attention, norm = vlm.spec.tower.joint
         # The bias for sizes is a float mask `[b, 1, 1, keys]`, which transformers' sdpa kernel adds to the logits; flash
         # attention does not support it.
         kernel = every[0].get_submodule(attention).config._attn_implementation
@@ -57,7 +57,7 @@ class EncoderHooks:
             self._undo.append(part.register_forward_pre_hook(self._attend, with_kwargs=True).remove)
             join = functools.partial(self._join, number)
             self._undo.append(layer.get_submodule(norm).register_forward_pre_hook(join).remove)
-        if vlm.spec.vision_units == "block":
+        if vlm.spec.tower.units == "block":
             self._undo.append(layers[-1].register_forward_hook(self._spread).remove)
 
     def remove(self) -> None:
@@ -109,7 +109,7 @@ def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
-    if vlm.spec.visual_grid == "tiles":
+    if vlm.spec.images.grid == "tiles":
         every = pixels.flatten(0, 1)
         return every[(every != 0).flatten(1).any(1)]  # the model also skips all-zero tiles
     tiles = _tiles(vlm, inputs["image_sizes"])
@@ -132,7 +132,7 @@ class Merging(Early):
         self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
         self._before(projector, self._note)
-        if self.vlm.spec.vision_units == "patch":
+        if self.vlm.spec.tower.units == "patch":
             self._after(projector, self._spread)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Merging(Early):
             label[:, 0] = reduction.target.cpu() + start
             label[reduction.anchor.cpu()] += 0.5
             start += len(reduction.anchor)
-        if self.vlm.spec.visual_grid != "anyres":
+        if self.vlm.spec.images.grid != "anyres":
             return [label[:, 0] for label in rows]
         packed = self._packed(rows)
         return [packed[unit.image][unit.columns.cpu() - unit.span[0]] for unit in units]

@@ -27,7 +27,7 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 
 def resize_refusal(spec: ModelSpec) -> str | None:
     """Why images of this family cannot be made smaller, in one line; None when they can."""
-    if spec.sizes is not None:
+    if spec.images.sizes is not None:
         return None
     what = f"every image of {spec.family} has the same number of tokens, whatever its size"
     return f"{what}; use a reducer such as coverage"
@@ -35,9 +35,9 @@ def resize_refusal(spec: ModelSpec) -> str | None:
 
 def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     """The processor's settings, with increasing tokens; the last is the current one. Raises UserError if there are none."""
-    if spec.sizes is None:
+    if spec.images.sizes is None:
         raise UserError(f"resize: {resize_refusal(spec)}")
-    return list({setting.tokens: setting for setting in spec.sizes(processor)}.values())
+    return list({setting.tokens: setting for setting in spec.images.sizes(processor)}.values())
 
 
 def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:

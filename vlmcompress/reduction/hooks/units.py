@@ -98,7 +98,7 @@ _Image = tuple[int, list[tuple[Grid, Any]]]
 
 
 def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
-    config, kind = vlm.model.config, vlm.spec.visual_grid
+    config, kind = vlm.model.config, vlm.spec.images.grid
     if kind == "anyres":
         return _anyres(vlm, call)
     if kind in ("thw", "shapes"):
@@ -137,8 +137,8 @@ def patch(config: Any) -> int:
 
 
 def block(config: Any) -> int:
-    """Side of the square of patches that form one token (`ModelSpec.token_side`); 1 if a patch is a token."""
-    token_side = spec_for({"model_type": config.model_type}).token_side
+    """Side of the square of patches that form one token (`Images.token_side`); 1 if a patch is a token."""
+    token_side = spec_for({"model_type": config.model_type}).images.token_side
     return token_side(config) if token_side else 1
 
 

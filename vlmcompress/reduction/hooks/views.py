@@ -98,7 +98,7 @@ class Views(Early):
     def _hook(self) -> None:
         super()._hook()
         self._stays: list[bool] = []  # of this call's images
-        if self.vlm.spec.visual_grid == "thw":
+        if self.vlm.spec.images.grid == "thw":
             self._patches: Tensor  # which of all images' patches the tower gets, `[patches]` bool
             tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
             self._before(tower, self._leave_out)
@@ -112,7 +112,7 @@ class Views(Early):
             self.reduced_units = []
             self._merged = self._choose(units, self._call)
         # A tower with grid `thw` takes the patches of all images as one sequence.
-        if all(self._stays) or self.vlm.spec.visual_grid == "thw":
+        if all(self._stays) or self.vlm.spec.images.grid == "thw":
             return None
         ids = self._call.get("input_ids").clone()
         for unit, stay in zip(self.reduced_units, self._stays, strict=True):

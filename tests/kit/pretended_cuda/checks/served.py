@@ -77,7 +77,7 @@ def reducer(text: str, vlm: Any, folder: Path) -> tuple[str | ReducerChoice, Tok
         return cases.trained(text, vlm, folder), None
     config = vlm.model.config
     thresholds = [0.9] * feature_layers(config)
-    tokens = math.prod(tile(config)) if vlm.spec.visual_grid == "tiles" else 16
+    tokens = math.prod(tile(config)) if vlm.spec.images.grid == "tiles" else 16
     counter = TokenCounter(14, (tokens // 3,), (0.0,) * 14, (0.0,) * 14, (1.0,) * 14, 0.0)
     return parse_reducer(f"dymu:thresholds={thresholds}"), counter
 

@@ -62,7 +62,7 @@ class EncoderMerging:
         """
         self._reducer, self._layers, self._config = reducer, len(layers), config
         self._merger: Merger | None = None
-        joint = spec_for({"model_type": config.model_type}).vision_joint
+        joint = spec_for({"model_type": config.model_type}).tower.joint
         assert joint is not None
         for number, layer in enumerate(layers):
             # vllm/model_executor/models/clip.py::CLIPAttention (and Siglip's, Idefics2's, InternS1's) calls `attn(query, key,
