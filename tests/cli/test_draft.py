@@ -325,18 +325,6 @@ def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
         bad = spoilt(draft, tmp_path / change.__name__, change)
         code, out, _ = run(capsys, "doctor", reduced, "--draft", bad)
         assert code == 2 and message in out, out
-        code, _, err = run(capsys, "push", bad, "me/draft", "--dry-run")
-        assert code == 2 and message in err
-    code, out, _ = run(capsys, "push", draft, "me/draft", "--dry-run", "--base-model", "me/model", "--json")
-    output = json.loads(out)
-    assert code == 0 and "base_model: me/model" in output["card"] and "--draft me/draft" in output["card"]
-    assert set(output["files"]) == {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        draft_folder.FACTS,
-        "serve/vllm.sh",
-    }
 
 
 def test_plan_counts_it(draft, reduced, capsys):

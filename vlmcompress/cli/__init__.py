@@ -56,6 +56,7 @@ RETIRED = {
     "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",
     "thresholds": "vlmcompress learn-reducer MODEL -o FILE.json",
+    "push": "hf upload ORG/NAME OUT, after vlmcompress doctor OUT",
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }
 
