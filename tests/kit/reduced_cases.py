@@ -53,7 +53,7 @@ def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: T
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
     config, carried = json.loads((source / "config.json").read_text()), scorer_file.with_scorer_hash(chosen(reducer))
-    if carried.options.scorer:
+    if carried.reducer.scorer:
         (folder / scorer_file.CARRIED).parent.mkdir()
         (folder / scorer_file.CARRIED).write_bytes(scorer_file.content(carried))
         carried = scorer_file.carried(carried)
