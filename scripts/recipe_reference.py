@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from vlmcompress.quantization import schemes
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.methods._selecting import SelectingOptions
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 INTRO = """\
 # Recipe keys
@@ -66,9 +66,7 @@ def page() -> str:
     for name, part in nested.items():
         sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
     sections += ["## `options`: of each scheme\n", _options(schemes.REGISTRY)]
-    names = (
-        name for name in methods.REGISTRY.names() if issubclass(methods.REGISTRY.get(name).Options, SelectingOptions)
-    )
+    names = (name for name in methods.REGISTRY.names() if isinstance(methods.REGISTRY.get(name), SelectingReducer))
     sections += ["## `reduce`: options of each reducer, next to `method`\n"]
     sections += [SELECTING.format(names=", ".join(f"`{name}`" for name in names)), _options(methods.REGISTRY)]
     return "\n".join(sections).rstrip() + "\n"
@@ -84,7 +82,8 @@ def _options(registry: Any) -> str:
     """Render a section for each entry of a registry: its summary, its options' docstring, and their table."""
     rows = []
     for name in registry.names():
-        options = registry.get(name).Options
+        entry = registry.get(name)
+        options = getattr(entry, "Options", type(entry))
         presets = registry.constant(name, "PRESETS") or ()
         also = [f"`{alias}`" for alias in (*registry.aliases(name), *presets)]
         named = f" Also {', '.join(also)}." if also else ""
@@ -124,7 +123,7 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
         for bound in dataclasses.fields(cls):
-            shared = issubclass(cls, SelectingOptions) and bound.name in ("merge", "similar")  # `SELECTING` has them
+            shared = issubclass(cls, SelectingReducer) and bound.name in ("merge", "similar")  # `SELECTING` has them
             if bound.name != "network" and not shared:  # `network`: the content of a file that an option names
                 yield bound.name, _value(bound.default), ""
 

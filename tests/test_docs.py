@@ -143,7 +143,7 @@ def test_every_package_is_described():
 CONTRACTS = {
     "quantization/schemes": "Options needs scheme quantize smooth prepare quantize_group input_scale other ALIASES PRESETS "
     "sketch PREPARED_BY",
-    "reduction/methods": "STAGE NEEDS OPTIONAL MEDIA COUNT SERVED WHY_NOT BATCHED NO_BETTER_THAN Options reduce merge",
+    "reduction/methods": "REDUCER",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
     "export/formats": "problems SCALES OTHER_NAMES renamed VOCABULARY GROUP_SIZE ENGINE model_config source_problems "
     "reducer_problem write_files token_ids TITLE",
@@ -357,9 +357,11 @@ def contributed(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_example_reducer_is_right(contributed):
-    method = Registry("vlmcompress.reduction.methods", "reducer").get("unlike")
+    method = dataclasses.replace(
+        Registry("vlmcompress.reduction.methods", "reducer", entry="REDUCER").get("unlike"), keep=0.25
+    )
     features = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
-    reduction = methods.reduce(method, Signals((1, 6, 8), features=features), method.Options(0.25))
+    reduction = methods.reduce(method, Signals((1, 6, 8), features=features))
     mean = features.mean(0)
     likeness = {i: float(torch.cosine_similarity(features[i], mean, dim=0)) for i in range(48)}
     assert reduction.anchor.tolist() == sorted(sorted(likeness, key=lambda i: likeness[i])[:12])

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "vlmcompress"
 GRAPH = grimp.build_graph("vlmcompress", include_external_packages=True)
 GRAPH.remove_import(importer="vlmcompress", imported="vlmcompress.api")  # the face, made when it is asked for
 MODULES = sorted(name for name in GRAPH.modules if name.startswith("vlmcompress"))
-PURE = {"torch", *sys.stdlib_module_names}
+PURE = {"torch", "typing_extensions", *sys.stdlib_module_names}
 KNOWN = ("numerics", "utils.registry", "utils.errors")
 """What algorithms may import of the package, next to their own folder."""
 

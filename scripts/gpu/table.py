@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu.steps import SHAPES, STEPS, Step
+from vlmcompress.utils.registry import REDUCERS
 
 Parts = Mapping[str, Mapping[str, Any]]
 EMPTY = "Not run yet."
@@ -113,7 +114,7 @@ def _reducers(ran: Parts) -> str:
         heads += f" | the same without Triton: {', '.join(counts)} images"
         rows.append(f"| encoder of {shape} | {' | '.join(f'{value:.1f}' for value in counts.values())} | |")
         for name, figures in result["reducers"].items():
-            if "ms" in figures:
+            if "ms" in figures and name in REDUCERS:  # others are gone
                 taken = " | ".join(f"{value:.1f}" for value in figures["ms"].values())
                 torch = ", ".join(f"{value:.1f}" for value in figures.get("torch_ms", {}).values())
                 rows.append(f"| {name} | {taken} | {torch} |")

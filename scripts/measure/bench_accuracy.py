@@ -83,7 +83,7 @@ SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g
             *((f"{method} {share}", f"{method}:{share}") for method in ("random", "uniform", "divprune", "coverage")),
             (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
             (f"pool {window}", f"pool:window={window}"),
-            *((f"{method} {share}", f"{method}:{share}") for method in ("tome", "dymu", "visionzip", "resize")),
+            *((f"{method} {share}", f"{method}:{share}") for method in ("dymu", "visionzip", "resize")),
         )
     },
 }

@@ -60,19 +60,15 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "coverage": [{}, {"merge": "nearest"}],
     "learned": [{}],
     "cdpruner": [{}],
-    "scope": [{}],
     "dart": [{}, {"pivots": 4}],
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}],
     "dart-llm": [{}],
-    "pyramiddrop": [{}],
     "relevance": [{}],
     "visionzip": [{}],
     "vscan": [{"shallow": 1, "window": 3}, {"shallow": 3, "window": 4}],
-    "tome": [{}],
     "dymu": [{}],
 }
-ABOVE = {"pyramiddrop": 0.25}  # shares must be larger, as the first of four stages, one of four blocks, drops nothing
 VSCAN = {"demo-photo": 3}  # its shallow layer; 1 in the other models
 OWN_COUNT: dict[str, list[dict[str, Any]]] = {
     "dyrate": [{}],
@@ -98,7 +94,7 @@ def settings() -> list[Setting]:
     rows = [Setting(None, "full")]
     for share in SHARES:
         for method, variants in AT_SHARES.items():
-            for options in variants if share > ABOVE.get(method, 0) else ():
+            for options in variants:
                 output = {} if method in ("random", "vscan") else options
                 rows.append(Setting(make_choice(method, {"keep": share, **options}, "setting"), _group(method, output)))
         if share == SHARES[0]:
@@ -111,8 +107,8 @@ def _later(setting: Setting) -> bool:
     """Whether a setting comes later: further seeds, and variants at other than the first two shares."""
     if setting.chosen is None or setting.chosen.method in OWN_COUNT:
         return False
-    variant = setting.group != setting.chosen.method and setting.chosen.options.keep not in SHARES[:2]
-    return variant or getattr(setting.chosen.options, "seed", 0) > 1
+    variant = setting.group != setting.chosen.method and setting.chosen.reducer.keep not in SHARES[:2]
+    return variant or getattr(setting.chosen.reducer, "seed", 0) > 1
 
 
 def _group(method: str, options: dict[str, Any]) -> str:
@@ -154,7 +150,7 @@ def measure(args: argparse.Namespace) -> None:
                 askers[model] = Asker(vlm, questions)
             if setting.chosen and family_refusal(askers[model].vlm.spec, setting.chosen.method):
                 continue
-            if setting.group == "vscan" and setting.chosen.options.shallow != VSCAN.get(model, 1):
+            if setting.group == "vscan" and setting.chosen.reducer.shallow != VSCAN.get(model, 1):
                 continue
             if setting.group.startswith("learned") and not args.scorers:
                 continue
@@ -171,31 +167,29 @@ def _included(setting: Setting, args: argparse.Namespace) -> bool:
     """Whether `--groups` and `--shares` leave a setting in; the model without a reducer always is."""
     if setting.key == "full":
         return True
-    keep = setting.chosen.options.keep if setting.chosen else None
+    keep = setting.chosen.reducer.keep if setting.chosen else None
     grouped = not args.groups or setting.group in (*args.groups, "random")
     return grouped and (not args.shares or keep is None or any(abs(keep - share) < 1e-3 for share in args.shares))
 
 
 def describe(asker: Asker, setting: Setting, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Ask all questions and make the row. `exact` has a letter a question, 1 for right; `cached` is the share of the visual
-    rows that the caches of all blocks hold. Of a method that drops at several blocks `after` is the mean over blocks, too."""
+    rows that the caches of all blocks hold."""
     chosen, layers = setting.chosen, asker.vlm.model.config.get_text_config().num_hidden_layers
-    if chosen and chosen.options.scorer is not None:
+    if chosen and chosen.reducer.scorer is not None:
         scorer = str(args.scorers / f"{model}.safetensors")
-        chosen = ReducerChoice(chosen.method, replace(chosen.options, scorer=scorer))  # type: ignore[call-arg]
+        chosen = ReducerChoice(chosen.method, replace(chosen.reducer, scorer=scorer))  # type: ignore[call-arg]
         chosen = scorer_file.load_scorer(asker.vlm.model.config, chosen)
-    if chosen and chosen.options.needs_thresholds:
+    if chosen and chosen.reducer.needs_thresholds:
         learning = load_samples(bundled_data(MODELS[model], "calibration"), samples=CALIBRATION, seed=0)
         chosen = learn_thresholds(asker.vlm, encode(learning, asker.vlm), chosen)
     answers = asker.ask(chosen)
     before, after = int(answers.before.sum()), int(answers.after.sum())
     held = int(answers.held.sum()) / layers
-    if chosen and len(chosen.options.drops(layers)) > 1:
-        after = round(held)
     row: dict[str, Any] = {"reduce": setting.key, "group": setting.group}
     if chosen:
-        row |= {"method": chosen.method, "options": chosen.options.settings(), "stage": chosen.module.STAGE}
-        row["seed"] = getattr(chosen.options, "seed", 0)
+        row |= {"method": chosen.method, "options": chosen.reducer.settings(), "stage": chosen.reducer.STAGE}
+        row["seed"] = getattr(chosen.reducer, "seed", 0)
     row |= {"before": before, "after": after, "cached": held / before}
     return row | {"exact": "".join(map(str, answers.exact.int().tolist()))}
 

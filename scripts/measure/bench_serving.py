@@ -110,7 +110,7 @@ def reducer_ms(rounds: int = 50) -> dict[str, float]:
     for reduce in REDUCED * rounds:
         chosen, start = parse_reducer(reduce), time.perf_counter()
         signals = Signals((1, SIDE, SIDE), features=features)
-        methods.reduce(chosen.module, signals, chosen.options).apply(features)
+        methods.reduce(chosen.reducer, signals).apply(features)
         times[reduce].append(time.perf_counter() - start)
     return {reduce: 1000 * statistics.median(seconds) for reduce, seconds in times.items()}
 

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from vlmcompress.models.data import Sample, encode
 from vlmcompress.models.data.encode import ANSWER
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import attach
+from vlmcompress.reduction.methods import Reducer
+from vlmcompress.reduction.support import needs_encoder
 
 PER_BATCH = 48
 
@@ -120,10 +122,10 @@ class Asker:
         before, after, held = self.visual(), *torch.zeros(2, len(questions), dtype=torch.int64)
         layers = self.vlm.model.config.get_text_config().num_hidden_layers
         # A method that drops tokens from step to step needs an answer's tokens one by one.
-        stepwise = chosen is not None and chosen.module.STAGE == "llm" and chosen.module.COUNT == "adaptive"
+        stepwise = chosen is not None and chosen.reducer.STAGE == "llm" and chosen.reducer.COUNT == "adaptive"
         with contextlib.ExitStack() as stack:
             attached = stack.enter_context(attach(self.vlm, chosen)) if chosen else None
-            if chosen is None or encoder_untouched(chosen.module):
+            if chosen is None or encoder_untouched(chosen.reducer):
                 stack.enter_context(self._remembered())
             for batch in self.questions.batches(stepwise):
                 index = torch.tensor(batch)
@@ -181,7 +183,6 @@ class Asker:
             del self._base.get_image_features
 
 
-def encoder_untouched(module: ModuleType) -> bool:
+def encoder_untouched(reducer: Reducer) -> bool:
     """Whether the method neither changes what the encoder and the projector compute nor reads it on the way."""
-    read = module.NEEDS | getattr(module, "OPTIONAL", frozenset())
-    return module.STAGE == "llm" or (module.STAGE == "projected" and not read & {"saliency", "windowed"})
+    return reducer.STAGE == "llm" or (reducer.STAGE == "projected" and not needs_encoder(reducer))

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from vlmcompress.evaluation.accuracy.compare import compare
 from vlmcompress.models.data import Sample
+from vlmcompress.utils.registry import REDUCERS
 
 COLOURS = {  # rows of the picture -> colour (Okabe and Ito's)
-    "pool": "#d55e00", "uniform": "#e69f00", "random": "#999999", "scope": "#0072b2", "coverage": "#009e73",
+    "pool": "#d55e00", "uniform": "#e69f00", "random": "#999999", "coverage": "#009e73",
     "divprune": "#56b4e9", "visionzip": "#cc79a7", "dart": "#000000",
 }  # fmt: skip
 MARKS = {"random": " o", "random_cached": " (o)"}  # no better than random at as many tokens, or as much cache
@@ -118,7 +119,7 @@ def render(results: Mapping[str, Any]) -> str:
     """Render the docs' tables, one for each two models: points lost at the shares `SHOWN`, with half the interval; marked as
     `MARKS` says. A method that decides itself how many tokens stay is shown at the nearest share, with its own in brackets."""
     models, cells = list(results["full"]), dict[tuple[str, str, float], str]()
-    for row in results["figures"]:
+    for row in (row for row in results["figures"] if row["method"] in REDUCERS):  # others are gone
         free = row["keep"] is None or row["method"] == "litevlm"
         share = min(SHOWN, key=lambda share: abs(share - row["kept"])) if free else row["keep"]
         note = f" ({row['kept']:.0%})" * (abs(row["kept"] / share - 1) > 0.1)

@@ -126,7 +126,7 @@ def visual_tokens(variant: Variant) -> int:
     if not variant.reduce:
         return SIDE * SIDE
     chosen = parse_reducer(variant.reduce)
-    return chosen.options.budget((1, SIDE, SIDE))
+    return chosen.reducer.budget((1, SIDE, SIDE))
 
 
 def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:

@@ -221,7 +221,6 @@ IMPORTS = {
     "convert MODEL -o OUT": (2, LIBRARIES),
     "export MODEL -o OUT --format nope": (2, LIBRARIES),
     "export nowhere -o OUT": (2, LIBRARIES),
-    "push nowhere org/name": (2, LIBRARIES),
     "serve nowhere": (2, LIBRARIES),
     "eval nowhere --baseline MODEL": (2, LIBRARIES),
     "eval MODEL --baseline nowhere": (2, LIBRARIES),

@@ -27,7 +27,7 @@ from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode_prompt
 from vlmcompress.recipe import resolve
 from vlmcompress.training import eagle3, teacher_cache
 from vlmcompress.training.draft import _check_answers, guessable
-from vlmcompress.training.draft_lessons import Lessons, load_target
+from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.utils import identity
 from vlmcompress.utils.errors import UserError
 
@@ -95,13 +95,13 @@ class Trained:
         stored = safetensors.torch.load_file(folder / "model.safetensors")
         self.vocabulary = guessable(stored, len(vlm.model.get_output_embeddings().weight))
         data = teacher_cache.TrainingData("none", [], 0, 0)
-        self.lessons = Lessons(vlm, data, recipe, draft.method, draft.images, self.vocabulary)
+        self.draft_data = DraftData(vlm, data, recipe, draft.method, draft.images, self.vocabulary)
         tables = ("d2t", "t2d", "token_map")
         self.tensors = {name: tensor.float() for name, tensor in stored.items() if name not in tables}
 
     def logits(self, text: str, said: list[int], proposal: list[int]) -> torch.Tensor:
         """Logits of the guesses after the tokens `said` of an answer; a later one sees the tokens of `proposal` before it."""
-        batch = encode_prompt(Sample("0", [self.image], text), self.lessons.target)
+        batch = encode_prompt(Sample("0", [self.image], text), self.draft_data.target)
         prompt = batch["input_ids"][0]
         whole = torch.cat([prompt, torch.tensor(said + proposal)])
         for name, value in batch.items():
@@ -111,8 +111,8 @@ class Trained:
         batch["modality"] = torch.full((1, len(whole)), TEXT, dtype=torch.uint8)
         batch["modality"][whole[None] == self.token] = VISION
         batch["modality"][0, len(prompt) - 1 :] = ANSWER
-        self.lessons.batches = [batch]
-        logits = self.lessons.guesses(self.tensors, self.lessons.lesson(0))
+        self.draft_data.batches = [batch]
+        logits = self.draft_data.guesses(self.tensors, self.draft_data.sample(0))
         return torch.stack([step[len(said) - 1 + k] for k, step in enumerate(logits)])
 
     def compare(self, text: str, proposals: list[tuple[list[int], list]], answer: list[int]) -> None:
@@ -325,18 +325,6 @@ def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
         bad = spoilt(draft, tmp_path / change.__name__, change)
         code, out, _ = run(capsys, "doctor", reduced, "--draft", bad)
         assert code == 2 and message in out, out
-        code, _, err = run(capsys, "push", bad, "me/draft", "--dry-run")
-        assert code == 2 and message in err
-    code, out, _ = run(capsys, "push", draft, "me/draft", "--dry-run", "--base-model", "me/model", "--json")
-    output = json.loads(out)
-    assert code == 0 and "base_model: me/model" in output["card"] and "--draft me/draft" in output["card"]
-    assert set(output["files"]) == {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        draft_folder.FACTS,
-        "serve/vllm.sh",
-    }
 
 
 def test_plan_counts_it(draft, reduced, capsys):

@@ -60,7 +60,7 @@ def test_each_image_as_the_method_decides_on_its_features(family, text):
         image_rows, rows = rows[: layout.tokens], rows[layout.tokens :]
         kept = {number for number, cell in enumerate(layout.cells()) if cell is None}  # newlines stay
         for grid, index in layout.grids():
-            part = methods.reduce(chosen.module, Signals(grid, features=image_rows[index]), chosen.options)
+            part = methods.reduce(chosen.reducer, Signals(grid, features=image_rows[index]))
             kept |= {index[number] for number in part.anchor.tolist()}
         assert decision.anchor.tolist() == sorted(kept)
         assert len(decision.target) == layout.tokens and (decision.target >= 0).sum() == len(kept)
@@ -76,10 +76,9 @@ def test_images_that_go_stay_or_shrink_while_generating():
             "litevlm:0.5",
             "pevlm",
             "dyrate:factor=1e-6,least=0.5,layer=1",
-            "pyramiddrop:ratio=1/4,stages=2",
         )
     }
-    assert list(left.values()) == [[12, 1], [12, 12], [6, 6], [3, 3]]
+    assert list(left.values()) == [[12, 1], [12, 12], [6, 6]]
 
 
 def test_verb(capfd, tmp_path):

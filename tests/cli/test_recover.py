@@ -81,9 +81,7 @@ def test_the_student_says_what_the_model_generates_behind_its_reducer(models, da
             assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "reduce"), [("llava", "visionzip:0.5"), ("llava", "tome:0.5"), ("qwen2-5-vl", "dart:0.5")]
-)
+@pytest.mark.parametrize(("name", "reduce"), [("llava", "visionzip:0.5"), ("qwen2-5-vl", "dart:0.5")])
 def test_gradients_reach_the_projector_behind_every_kind_of_reducer(models, data, name, reduce):
     vlm = load(models[name], dtype=torch.float32)
     batch = encode(load_samples(data, samples=1, seed=0), vlm)[0]

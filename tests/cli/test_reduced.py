@@ -91,7 +91,6 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
             "vllm: visual tokens  dart:0.5: 16 -> 8 visual tokens of a 1024x768 image",
         ),
         ("llava", ["--reduce", "fastv:0.5,layer=1"], 2, "vLLM cannot serve 'fastv'"),
-        ("llava", ["--reduce", "pyramiddrop:0.75,stages=2"], 2, "vLLM cannot serve 'pyramiddrop'"),
         ("llava", ["--reduce", "fastv:0.5,layer=1", "--engine", "transformers"], 0, "transformers: visual tokens"),
         (
             "llava",

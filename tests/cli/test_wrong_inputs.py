@@ -302,7 +302,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--reduce dart:0": "keep must be a number above 0",
             "--reduce dort:0.5": "did you mean 'dart'",
             "--reduce fastv:0.5,layer=9": "layer 9 is none of the language model's 2",
-            "--reduce pyramiddrop:0.5": "2 blocks do not divide into 4 stages; give stages=2",
+            "--reduce scope:0.5": "there is no reducer 'scope' any more; take coverage",
             "--reduce dyrate": "--reduce dyrate",
             "--reduce dymu:thresholds=no.json": r"no.json is not readable \(No such file",
             "--kv-cache fp4": "--kv-cache fp4: no such type",
@@ -355,7 +355,7 @@ def commands() -> Iterator[tuple[str, str]]:
     )
     yield RECOVER, "recover: nothing to recover from; say with --reduce"
     yield f"{RECOVER} --reduce fastv:0.5,layer=1", "'fastv'"
-    yield f"{RECOVER} --reduce tome:0.5 --train tower", "--train tower: tome:0.5 merges tokens within the tower"
+    yield f"{RECOVER} --reduce dymu:0.5 --train tower", "--train tower: dymu:0.5 merges tokens within the tower"
     yield from each(
         f"{RECOVER} --reduce divprune:0.25",
         {

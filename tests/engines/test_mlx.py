@@ -131,7 +131,7 @@ def test_methods_choose_as_ours(method):
         rows = torch.randn(math.prod(grid), 24, generator=noise)
         rows[-1] = rows[0]  # a duplicate
         reducer = parse_reducer(f"pool:window={next(windows)}" if method == "pool" else f"{method}:{keep}")
-        expected = reducer.module.reduce(Signals(grid, features=rows), reducer.options)
+        expected = reducer.reducer.reduce(Signals(grid, features=rows))
         parent = mlx_reducers.METHODS[method](rows.numpy(), grid, reducer.plain())
         assert (parent == np.arange(len(rows))).nonzero()[0].tolist() == expected.anchor.tolist()
         assert np.allclose(mlx_reducers.means(rows.numpy(), parent), expected.apply(rows), rtol=0, atol=1e-6)

@@ -25,26 +25,21 @@ CASES = {
     "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "internvl": ("internvl", "uniform:0.5", CHUNKED | CACHED, 2),
-    "idefics3, merged in the encoder": ("idefics3", "tome:0.5", CHUNKED | CACHED, 2),
 }
 MORE = {
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
-    "internvl, merged in the encoder": ("internvl", "tome:0.5", CHUNKED | CACHED, 2),
-    "in chunks, cached": ("demo", "tome:0.5", CHUNKED | CACHED, 2),
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
     "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
-    "attention where there is some": ("demo", "scope:0.25", CHUNKED | CACHED, 2),
+    "attention in two layers": ("demo", "vscan:0.25,shallow=1", CHUNKED | CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
     "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
-    "smolvlm, merged in the encoder": ("smolvlm", "tome:0.5", CHUNKED | CACHED, 2),
 }
 FILMED = (
     "internvl",
     "internvl, images too",
-    "internvl, merged in the encoder",
     "llava-onevision",
     "llava-onevision, videos only",
 )
@@ -55,7 +50,6 @@ METHODS = (
     "divprune:0.5",
     "visionzip:0.5",
     "vscan:0.25,shallow=1",
-    "tome:0.25",
 )
 
 

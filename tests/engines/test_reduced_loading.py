@@ -27,7 +27,7 @@ from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
-from vlmcompress.reduction.methods import REGISTRY
+from vlmcompress.reduction.methods import REGISTRY, TokenCounter
 from vlmcompress.reduction.scorer_file import CARRIED
 from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
 from vlmcompress.utils.errors import UserError
@@ -57,7 +57,6 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("fastv:0.5", {}, "choose from"),
         ("dart-llm:0.5", {}, "choose from cdpruner"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
-        ("tome:0.01", {}, "out of reach"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
@@ -108,7 +107,6 @@ def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse_reducer("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
         assert engine_refusal(f"{counted}ForConditionalGeneration", merging) is None
-        assert engine_refusal(f"{counted}ForConditionalGeneration", parse_reducer("tome:0.5")) is None
     assert "counts that depend on the image" in (engine_refusal("LlavaNextForConditionalGeneration", merging) or "")
 
 
@@ -200,10 +198,20 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(multimodal_config=multimodal, hf_config=config(reducer, folder)),
+        model_config=SimpleNamespace(
+            multimodal_config=multimodal, hf_config=config(reducer, folder, **options.get("block", {}))
+        ),
         speculative_config=SimpleNamespace(method=options["draft"]) if "draft" in options else None,
         lora_config=options.get("lora_config"),
     )
+
+
+VISION = PLAIN["vision_config"]
+MERGING = {
+    "reducer": f"dymu:thresholds={[0.9] * (VISION['num_hidden_layers'] + PLAIN['vision_feature_layer'] + 1)}",
+    "block": {"count": TokenCounter(VISION["patch_size"], (81,), *[(1.0,) * 14] * 3, bias=0.0).plain()},
+}
+"""A reducer that merges within the demo's encoder, with counts that vLLM needs."""
 
 
 @pytest.mark.parametrize(
@@ -213,7 +221,7 @@ def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNa
         ({"microbatches": True}, "leave out --enable-dbo"),
         ({"pruning": True}, "--video-pruning-rate; leave it out"),
         ({"draft": "eagle"}, "or the method ngram"),
-        ({"encoder": "data", "reducer": "tome:0.5"}, "within the encoder; leave it out"),
+        ({"encoder": "data", **MERGING}, "within the encoder; leave it out"),
     ],
 )
 def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):

@@ -36,7 +36,6 @@ REDUCERS = (
     "divprune:0.5",
     "visionzip:0.5",
     "vscan:0.5,shallow=1",
-    "tome:0.5",
     "dymu:0.5",
     "relevance:0.5",
     "litevlm:0.5",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from tests.kit.launching import FORMATS, QWEN
 from vlmcompress.cli import quantize
@@ -38,6 +39,30 @@ def rendered(folder: Path, form: str, **config: Any) -> tuple[str, dict, readers
     (folder / "config.json").write_text(json.dumps(content))
     text = card.render_card(record(WEIGHTS), folder, folder.name)
     return text, yaml.safe_load(text.split("---")[1]), launch_files.launch_facts(content, record({}), folder.name)
+
+
+LICENCE = "license: other\nlicense_name: tiny\nlicense_link: LICENSE\nlanguage:\n- en\n- de\ntags: [x]"
+
+
+@pytest.mark.parametrize("original", [LICENCE, "license: [unclosed", "just text", "license: 3\nlanguage: {a: b}", ""])
+def test_metadata_is_what_the_hub_reads(original: str, tmp_path: Path) -> None:
+    """Oracle: huggingface_hub's own classes. Licence and languages are the original's, if its header is valid."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": FORMATS["w4-g128"], "architectures": [QWEN]})
+    )
+    (tmp_path / card.SOURCE_CARD).write_text(f"---\n{original}\n---\n# original\n")
+    text = card.render_card(record(WEIGHTS), tmp_path, "out")
+    data = ModelCard(text).data
+    kept = {"license": "other", "license_name": "tiny", "license_link": "LICENSE", "language": ["en", "de"]}
+    assert data.to_dict() == {
+        "base_model": "lab/original",
+        "base_model_relation": "quantized",
+        "quantized_by": "vlmcompress",
+        "library_name": "transformers",
+        "pipeline_tag": "image-text-to-text",
+        "tags": ["vlmcompress", "vllm", "compressed-tensors", "4-bit"],
+    } | (kept if original == LICENCE else {})
+    assert (data.base_model, data.license_name) == ("lab/original", "tiny" if original == LICENCE else None)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "unheard-of"])

@@ -17,7 +17,7 @@ DENSE = [spec for spec in all_specs() if spec.images.grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if family_refusal(spec, "fastv") is None]  # methods within the language model
 APART = ("litevlm", "learned", "evs")  # chooses among images; has to be trained; looks at videos
-SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).Options().keep is not None and name not in APART]
+SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [
     (spec.family, method)
@@ -25,7 +25,7 @@ CASES = [
     for method in (FEW if spec.experts else SHARES)
     if family_refusal(spec, method) is None
 ]
-WAYS = ("random", "relevance", "vscan", "fastv", "dart-llm", "pyramiddrop")  # a method of each way of applying
+WAYS = ("random", "relevance", "vscan", "fastv", "dart-llm")  # a method of each way of applying
 
 
 def crossed(few: Collection[str], cases: Iterable[tuple] = tuple(CASES)) -> list:
@@ -40,7 +40,6 @@ SMALL = {
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},
     "dart-llm": {"layer": 1},
-    "pyramiddrop": {"stages": 3},
     "dymu": {"thresholds": (-0.2, 0.0)},
 }
 STEPS = 4
@@ -78,9 +77,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[methods.Signals]:
     calls: list[methods.Signals] = []
     real = methods.reduce_all
 
-    def spy(module, images, options, check=True):
+    def spy(reducer, images, check=True):
         calls.extend(images)
-        return real(module, images, options, check)
+        return real(reducer, images, check)
 
     monkeypatch.setattr(methods, "reduce_all", spy)
     return calls

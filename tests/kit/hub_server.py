@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -29,8 +28,6 @@ class Hub:
         gated: ids whose files nobody gets.
         cut: file -> so many bytes of it are sent once, then the connection breaks.
         served: (file, bytes) of every answer to a GET of a file.
-        token: what a request must bear to write; private: ids that were made private.
-        refuses: what is wrong with the metadata of every card; "" for nothing.
     """
 
     address: str = ""
@@ -38,9 +35,6 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
     served: list[tuple[str, int]] = field(default_factory=list)
-    token: str = "hf_writer"
-    private: set[str] = field(default_factory=set)
-    refuses: str = ""
 
     def add(self, name: str, source: Path | dict[str, bytes], revision: str = "main", kind: str = "model") -> str:
         """Publish a folder, or contents by name; returns the commit."""
@@ -100,54 +94,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, json.dumps(listed).encode())
         siblings = [{"rfilename": n, "size": len(c), "blobId": _etag(c)} for n, c in files.items()]
         return self._answer(200, json.dumps({"id": address["id"], "sha": commit, "siblings": siblings}).encode())
-
-    def do_POST(self) -> None:
-        """Make a repository, say how files are to come (all within the commit), or commit."""
-        chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
-        body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == "/api/validate-yaml":
-            errors = [{"message": self.hub.refuses}] if self.hub.refuses else []
-            return self._answer(400 if errors else 200, json.dumps({"errors": errors, "warnings": []}).encode())
-        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            return self._answer(401, b"", {"X-Error-Message": "Invalid credentials"})
-        if self.path == "/api/repos/create":
-            request = json.loads(body)
-            name = f"{request['organization']}/{request['name']}"
-            if f"model {name}" in self.hub.repositories:
-                return self._answer(409, json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
-            self.hub.add(name, {})
-            self.hub.private |= {name} if request.get("visibility") == "private" else set()
-            return self._answer(200, json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
-        address = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit)/main", urlparse(self.path).path)
-        if address is None or f"model {address[1]}" not in self.hub.repositories:
-            return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if address[2] == "preupload":
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            return self._answer(200, json.dumps({"files": files}).encode())
-        oid = self._commit(address[1], [json.loads(line) for line in body.splitlines()])
-        answer = {"commitUrl": f"{self.hub.address}/{address[1]}/commit/{oid}", "commitOid": oid, "success": True}
-        return self._answer(200, json.dumps(answer).encode())
-
-    def _commit(self, name: str, operations: list[dict]) -> str:
-        files = dict(self.hub.repositories[f"model {name}"]["main"][1])
-        for operation in operations:
-            value = operation["value"]
-            if operation["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif operation["key"] == "deletedFile":
-                del files[value["path"]]
-        return self.hub.add(name, files)
-
-    def _chunks(self) -> bytes:
-        parts = []
-        while length := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(length))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
 
     def _file(self, repository: str, commit: str, name: str, files: dict[str, bytes]) -> None:
         if repository in self.hub.gated:

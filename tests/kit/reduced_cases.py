@@ -53,7 +53,7 @@ def reduced(source: Path, folder: Path, reducer: str | ReducerChoice, counter: T
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
     config, carried = json.loads((source / "config.json").read_text()), scorer_file.with_scorer_hash(chosen(reducer))
-    if carried.options.scorer:
+    if carried.reducer.scorer:
         (folder / scorer_file.CARRIED).parent.mkdir()
         (folder / scorer_file.CARRIED).write_bytes(scorer_file.content(carried))
         carried = scorer_file.carried(carried)
@@ -242,12 +242,12 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     merge within the encoder frames are images, so that it is `attach` after all.
     """
     chosen = parse_reducer(reducer)
-    if hasattr(chosen.module, "merge"):
+    if chosen.reducer.MERGES:
         return reference(vlm, reducer, [request], tokens)[0]
     inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **filmed(request["videos"][0]))
     ids = inputs.pop("input_ids")
     placeholder, grid, features = film_features(vlm, inputs)
-    result = reduce(chosen.module, Signals(grid, features=features), chosen.options)
+    result = reduce(chosen.reducer, Signals(grid, features=features))
     positions, kinds = torch.arange(ids.shape[1])[None], inputs.pop("mm_token_type_ids", None)
     if vlm.spec.images.grid == "thw":
         of_videos = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}

@@ -56,31 +56,29 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
 
 
 def options(name, **chosen):
-    """The method's options, with what it needs in these tests; those it does not have are left out."""
-    method = REGISTRY.get(name)
-    fields = {field.name for field in dataclasses.fields(method.Options)}
-    return method.Options(**{key: value for key, value in (EXTRA.get(name, {}) | chosen).items() if key in fields})
+    """The reducer with options, and with what it needs in these tests; those it does not have are left out."""
+    method = type(REGISTRY.get(name))
+    fields = {field.name for field in dataclasses.fields(method)}
+    return method(**{key: value for key, value in (EXTRA.get(name, {}) | chosen).items() if key in fields})
 
 
-def run(name, signals, options) -> Reduction:
+def run(reducer, signals) -> Reduction:
     """All of a method; of one that merges by layer, in an encoder whose layers leave features and keys as they are."""
-    method = REGISTRY.get(name)
-    if hasattr(method, "reduce"):
-        return methods.reduce(method, signals, options)
+    if not reducer.MERGES:
+        return methods.reduce(reducer, signals)
     merged = Reduction.identity(signals.n)
     for layer in range(LAYERS):
         now = dataclasses.replace(rows(signals, merged), merged=merged)
-        merged = merged.then(methods.merge(method, now, options, layer, LAYERS))
+        merged = merged.then(methods.merge_layer(reducer, now, layer, LAYERS))
     return merged
 
 
 def served(name: str, image: Signals, **chosen: Any) -> torch.Tensor:
     """The rows that a method leaves of an image, as the engine's plugin asks for them."""
-    method, chosen = REGISTRY.get(name), options(name, keep=KEEP, **chosen)
-    if hasattr(method, "reduce"):
-        result = methods.reduce(method, image, chosen, check=False)
-        return result.apply(image.features)
-    merger = Merger(method, chosen, [image.grid], LAYERS, device=image.device, counts=[COUNT])
+    reducer = options(name, keep=KEEP, **chosen)
+    if not reducer.MERGES:
+        return methods.reduce(reducer, image, check=False).apply(image.features)
+    merger = Merger(reducer, [image.grid], LAYERS, device=image.device, counts=[COUNT])
     states, keys = image.features[None], image.keys[None]
     for layer in range(LAYERS):
         merger.bias(torch.float32)

@@ -164,7 +164,7 @@ def compare_with_loop(
     """
     with attach(vlm, method, options) as attached:
         reduced = vlm.model(**inputs).logits
-    with loop(vlm, method, options) as filled:
+    with loop(vlm, options) as filled:
         embeds = arguments(vlm, inputs)["inputs_embeds"]
         full = logits(vlm, inputs, attached.stages)
     compare(reduced, full, inputs["attention_mask"], attached.reduced_units)

@@ -34,7 +34,7 @@ def test_the_checkpoint_carries_thresholds_and_counts(setup):
     setup, folder = setup
     out = written(setup, folder)
     carried = reducer_block.read_reducer(json.loads((out / "config.json").read_text()))
-    assert len(carried.reducer.options.thresholds) == 2 and carried.count.buckets[-1] == 16
+    assert len(carried.reducer.reducer.thresholds) == 2 and carried.count.buckets[-1] == 16
     model, processor = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = processor(text="<image>what?", images=picture(9), return_tensors="pt").to(model.dtype)
     with attach_carried(model, processor, out) as attached:
@@ -42,17 +42,17 @@ def test_the_checkpoint_carries_thresholds_and_counts(setup):
     (unit,) = attached.reduced_units
     assert len(unit.reduction.anchor) == carried.count.count(inputs["pixel_values"][0])
     again = written(
-        {**setup, "reduce": {"method": "dymu", "thresholds": list(carried.reducer.options.thresholds)}}, folder
+        {**setup, "reduce": {"method": "dymu", "thresholds": list(carried.reducer.reducer.thresholds)}}, folder
     )
     block = reducer_block.read_reducer(json.loads((again / "config.json").read_text()))
-    assert block.count == carried.count and block.reducer.options.thresholds == carried.reducer.options.thresholds
+    assert block.count == carried.count and block.reducer.reducer.thresholds == carried.reducer.reducer.thresholds
 
 
 def test_transformers_need_no_counts(setup):
     setup, folder = setup
     out = written(setup, folder, engine="transformers")
     block = reducer_block.read_reducer(json.loads((out / "config.json").read_text()))
-    assert block.count is None and block.reducer.options.thresholds
+    assert block.count is None and block.reducer.reducer.thresholds
 
 
 def test_nothing_to_learn_from(setup, tmp_path):

@@ -31,15 +31,15 @@ def test_understood(text, plain):
     chosen = parse_reducer(text)
     assert chosen.plain() == plain
     assert reducer_of_setting(plain).plain() == plain
-    assert isinstance(chosen.options, methods.REGISTRY.get(plain["method"]).Options)
+    assert isinstance(chosen.reducer, type(methods.REGISTRY.get(plain["method"])))
 
 
 @pytest.mark.parametrize("method", methods.REGISTRY.names())
 def test_defaults_and_back(method):
     chosen = parse_reducer(method)
-    assert chosen.options == methods.REGISTRY.get(method).Options()
+    assert chosen.reducer == methods.REGISTRY.get(method)
     assert (
-        reducer_of_setting({"method": method, **({"keep": "auto"} if chosen.options.keep is not None else {})})
+        reducer_of_setting({"method": method, **({"keep": "auto"} if chosen.reducer.keep is not None else {})})
         == chosen
     )
     assert parse_reducer(str(chosen)) == chosen
@@ -68,7 +68,8 @@ def test_written_as_read(text):
         (f"dart:1{'0' * 400}", "keep "),
         (f"random:0.5,seed={'9' * 30}", "seed must be at most 9223372036854775807, got " + "9" * 30),
         ("random:0.5,seed=-1", "seed must be a whole number of at least 0, got -1"),
-        (f"dart:0.5,pivots={'9' * 30}", "pivots must be at most 9223372036854775807"),
+        ("tome:0.5", "there is no reducer 'tome' any more; take dymu"),
+        (f"dart:0.5,pivots={'9' * 30}", "pivots must be at most 1000000"),
         ("dyrate:factor=.inf", "factor must be a number above 0 and at most 1e+06, got inf"),
         ("dart:half", "keep is 'half', should be a number"),
         ("dart:50%", "keep is '50%', should be a number"),
@@ -98,7 +99,7 @@ def test_recipes_that_say_no_method(settings):
 
 def test_what_options_say_is_no_option():
     """What the base answers for a method is not on the command line, nor in a checkpoint."""
-    for text in ("dymu:0.5,learns=false", "dart:0.5,vtu=true", "tome:layer=2", "tome:0.5,thresholds=[0.5]"):
+    for text in ("dymu:0.5,LEARNS=false", "dart:0.5,vtu=true", "uniform:layer=2", "uniform:0.5,thresholds=[0.5]"):
         option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
         with pytest.raises(UserError, match=f"has no option '{option}'"):
             parse_reducer(text)
@@ -106,18 +107,18 @@ def test_what_options_say_is_no_option():
 
 def test_what_has_to_be_learnt():
     states = {
-        "tome:0.5": (False, False, False),
+        "uniform:0.5": (False, False, False),
         "dymu:0.5": (True, True, False),
         "dymu:0.5,thresholds=file.json": (True, False, False),
         "dymu:0.5,thresholds=[0.5, 0.25]": (True, False, True),
     }
     choices = {text: parse_reducer(text) for text in states}
     assert {
-        text: (c.options.learns, c.options.needs_thresholds, c.has_thresholds) for text, c in choices.items()
+        text: (c.reducer.LEARNS, c.reducer.needs_thresholds, c.has_thresholds) for text, c in choices.items()
     } == states
     *_, learned = choices.values()
     assert str(learned.without_thresholds) == "dymu:0.5" and learned.label == "dymu:0.5 (learned thresholds)"
-    assert choices["tome:0.5"].with_thresholds((0.5,)) == choices["tome:0.5"]
+    assert choices["uniform:0.5"].with_thresholds((0.5,)) == choices["uniform:0.5"]
     assert [same(learned, other) for other in choices.values()] == [False, True, True, True]
     assert not same(learned, learned.with_thresholds((0.5, 0.5))) and not same(learned, None) and same(None, None)
 
@@ -127,7 +128,7 @@ def test_what_has_to_be_learnt():
     [
         ("dart:0.5", False),
         ("relevance:0.5", True),
-        ("tome", False),
+        ("dymu", False),
         ("cdpruner:0.5", False),
         ("coverage:0.5,merge=nearest", False),
     ],

@@ -40,8 +40,8 @@ def test_it_reads_what_it_wrote(path):
 
 def test_a_reducer_gets_its_network(path):
     chosen = scorer_file.load_scorer(config(), parse_reducer(f"learned:0.5,scorer={path}"))
-    assert torch.equal(chosen.options.network.on(torch.device("cpu"))["token"], WEIGHTS["token"])
-    assert len(chosen.options.sha256) == 64 and chosen == scorer_file.with_scorer_hash(
+    assert torch.equal(chosen.reducer.network.on(torch.device("cpu"))["token"], WEIGHTS["token"])
+    assert len(chosen.reducer.sha256) == 64 and chosen == scorer_file.with_scorer_hash(
         parse_reducer(f"learned:0.5,scorer={path}")
     )
     assert str(chosen) == f"learned:0.5,scorer={path}" and "network" not in chosen.plain()
@@ -55,11 +55,11 @@ def test_a_checkpoint_has_the_file_at_its_place(path, tmp_path):
     folder = tmp_path / "out"
     (folder / "reducer").mkdir(parents=True)
     (folder / scorer_file.CARRIED).write_bytes(path.read_bytes())
-    assert scorer_file.load_scorer(config(), chosen, folder).options.network is not None
+    assert scorer_file.load_scorer(config(), chosen, folder).reducer.network is not None
     scorer_file.save_scorer(folder / scorer_file.CARRIED, WEIGHTS | {"bias": torch.ones(4)}, FACTS)
     with pytest.raises(UserError, match="it was changed"):
         scorer_file.load_scorer(config(), chosen, folder)
-    elsewhere = parse_reducer(f"learned:0.5,scorer=../../s.safetensors,sha256={chosen.options.sha256}")
+    elsewhere = parse_reducer(f"learned:0.5,scorer=../../s.safetensors,sha256={chosen.reducer.sha256}")
     with pytest.raises(UserError, match=r"should be 'reducer/scorer\.safetensors'"):
         scorer_file.load_scorer(config(), elsewhere, folder)
 

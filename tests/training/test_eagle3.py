@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmcompress.training import eagle3
-from vlmcompress.training.eagle3 import DraftShape, Lesson
+from vlmcompress.training.eagle3 import DraftSample, DraftShape
 
 SHAPE = DraftShape(16, 24, heads=4, kv_heads=2, head_dim=6, taps=(1, 2, 4), vocabulary=11, eps=1e-6, theta=1e4)
 ROWS, BEGIN, ANSWERS = 13, 7, 5
@@ -21,9 +21,9 @@ def draft() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def lesson() -> Lesson:
+def sample() -> DraftSample:
     random = torch.Generator().manual_seed(1)
-    return Lesson(
+    return DraftSample(
         embeds=torch.randn(ROWS, 16, generator=random),
         taps=torch.randn(ROWS, 48, generator=random),
         positions=torch.tensor([0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9]),  # an image's tokens share theirs
@@ -63,49 +63,49 @@ def guess(draft, embed, hidden, position, cache):
     return draft["lm_head.weight"] @ norm(output, draft["norm.weight"]), output
 
 
-def drafted(draft, lesson, start):
+def drafted(draft, sample, start):
     """Logits of `STEPS` guesses in a row, the first from the target's hidden state at `start`."""
     cache, rows = [], []
-    taps = lesson.taps @ draft["fc.weight"].T
+    taps = sample.taps @ draft["fc.weight"].T
     for t in range(start + 1):
-        logits, hidden = guess(draft, lesson.embeds[t], taps[t], lesson.positions[t], cache)
+        logits, hidden = guess(draft, sample.embeds[t], taps[t], sample.positions[t], cache)
     rows.append(logits)
     for t in range(start + 1, start + eagle3.STEPS):
-        logits, hidden = guess(draft, lesson.embeds[t], hidden, lesson.positions[t], cache)
+        logits, hidden = guess(draft, sample.embeds[t], hidden, sample.positions[t], cache)
         rows.append(logits)
     return rows
 
 
-def test_guesses_are_those_of_an_engine(draft, lesson):
+def test_guesses_are_those_of_an_engine(draft, sample):
     """Teacher forced: the tokens between are the answer's, as they are where guesses are accepted."""
-    logits = eagle3.guesses(draft, SHAPE, lesson)
+    logits = eagle3.guesses(draft, SHAPE, sample)
     assert len(logits) == eagle3.STEPS
     for row in range(ANSWERS - eagle3.STEPS + 1):
-        for step, expected in enumerate(drafted(draft, lesson, BEGIN + row)):
+        for step, expected in enumerate(drafted(draft, sample, BEGIN + row)):
             torch.testing.assert_close(logits[step][row + step], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_accepted_rows(draft, lesson):
-    logits = eagle3.guesses(draft, SHAPE, lesson)
-    lesson = dataclasses.replace(lesson, spoken=logits[0].argmax(-1))  # a first guess is always right
+def test_accepted_rows(draft, sample):
+    logits = eagle3.guesses(draft, SHAPE, sample)
+    sample = dataclasses.replace(sample, spoken=logits[0].argmax(-1))  # a first guess is always right
     expected = [0] * eagle3.STEPS
     for row in range(ANSWERS - eagle3.STEPS + 1):
-        for step, guessed in enumerate(drafted(draft, lesson, BEGIN + row)):
-            if int(guessed.argmax()) != int(lesson.spoken[row + step]):
+        for step, guessed in enumerate(drafted(draft, sample, BEGIN + row)):
+            if int(guessed.argmax()) != int(sample.spoken[row + step]):
                 break
             expected[step] += 1
-    rows, *right = eagle3.accepted(logits, lesson).tolist()
+    rows, *right = eagle3.accepted(logits, sample).tolist()
     assert (rows, right) == (ANSWERS - eagle3.STEPS + 1, expected) and right[0] == rows > right[-1]
 
 
-def test_loss_is_the_weighted_divergence(draft, lesson):
-    logits = eagle3.guesses(draft, SHAPE, lesson)
-    target = torch.distributions.Categorical(logits=lesson.logits)
+def test_loss_is_the_weighted_divergence(draft, sample):
+    logits = eagle3.guesses(draft, SHAPE, sample)
+    target = torch.distributions.Categorical(logits=sample.logits)
     parts = [
         torch.distributions.kl_divergence(target, torch.distributions.Categorical(logits=x)).mean() for x in logits
     ]
     expected = (parts[0] + 0.8 * parts[1] + 0.64 * parts[2]) / 2.44
-    torch.testing.assert_close(eagle3.loss(logits, lesson), expected)
+    torch.testing.assert_close(eagle3.loss(logits, sample), expected)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ RETIRED = {
     "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
     "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",
+    "thresholds": "vlmcompress learn-reducer MODEL -o FILE.json",
+    "push": "hf upload ORG/NAME OUT, after vlmcompress doctor OUT",
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }
 

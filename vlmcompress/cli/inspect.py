@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
     for reducer in reducers:
         if reason := family_refusal(family, reducer.method):
             raise UserError(f"--reduce {reducer}: {reason}")
-        if "query" in reducer.module.NEEDS and not args.question.strip():
+        if "query" in reducer.reducer.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {reducer}: '{reducer.method}' is query-aware; add --question")
     images = [open_image(Path(name), "--image") for name in args.image]
     vlm = load(model)

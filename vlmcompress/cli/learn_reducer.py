@@ -1,4 +1,4 @@
-"""Train a small network that scores an image's visual tokens, for the reducer 'learned'."""
+"""Train what a reducer needs: the scorer of 'learned', or the thresholds of 'dymu'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import shlex
 import time
 from contextlib import closing
+from pathlib import Path
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
@@ -22,8 +23,12 @@ DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "h
 
 def options(parser: Parser) -> None:
     _flags.model(parser)
-    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write; .safetensors")
-    parser.add_argument("--keep", metavar="SHARE", default="0.25", help="share of an image's tokens to train for")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", required=True, help="FILE.safetensors: a scorer; FILE.json: thresholds"
+    )
+    parser.add_argument(
+        "--keep", metavar="SHARE", help="share of an image's tokens to keep; default: 0.25, of thresholds 1/3"
+    )
     parser.add_argument(
         "--to",
         type=float,
@@ -36,24 +41,68 @@ def options(parser: Parser) -> None:
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "FILE")
     parser.epilog = (
-        "The network is trained so that MODEL answers with the kept tokens as it does with all tokens. MODEL does not change;\n"
-        "its own answers are used if DATA have none. A tenth of DATA, at least 8 samples, is held out; the state with the\n"
-        "lowest divergence KL(all tokens || kept tokens) there is written. Use FILE with --reduce learned:SHARE,scorer=FILE;\n"
-        "checkpoints include it. torchrun -m vlmcompress learn-reducer ... splits the samples of a step among processes."
+        "A scorer is a small network that is trained so that MODEL answers with the kept tokens as it does with all tokens.\n"
+        "MODEL does not change; its own answers are used if DATA have none. A tenth of DATA, at least 8 samples, is held out;\n"
+        "the state with the lowest divergence KL(all tokens || kept tokens) there is written. Use FILE.safetensors with\n"
+        "--reduce learned:SHARE,scorer=FILE.safetensors; checkpoints include it. torchrun -m vlmcompress learn-reducer ...\n"
+        "splits the samples of a step among processes.\n"
+        "Thresholds are cosines: in each layer of the encoder tokens merge that are more similar than its threshold, so that\n"
+        "plain images keep fewer tokens than detailed ones. Use FILE.json with --reduce dymu:thresholds=FILE.json."
     )
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Train the network and report its held-out divergence."""
+    """Train the network and report its held-out divergence, or learn the thresholds."""
+    return _thresholds(args) if args.out.endswith(".json") else _scorer(args)
+
+
+def _thresholds(args: argparse.Namespace) -> Outcome:
+    from vlmcompress import models
+    from vlmcompress.quantization.inputs import on_accelerator, read_inputs
+    from vlmcompress.recipe import resolve
+    from vlmcompress.reduction import support, threshold_file
+    from vlmcompress.reduction.choice import parse_reducer
+    from vlmcompress.reduction.hooks import learning
+
+    unused = {name: value for name, value in DEFAULTS.items() if name != "keep"} | {"to": None, "restart": False}
+    for name, default in unused.items():
+        if getattr(args, name) != default:
+            raise UserError(f"--{name} is for a scorer, FILE.safetensors; leave it out for thresholds, {args.out}")
+    out = Path(args.out)
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give another name for the file of thresholds")
+    reducer = parse_reducer(f"{threshold_file.METHOD}:{args.keep or '1/3'}")
+    values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
+    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "thresholds are learned from images")
+    recipe = resolve(values | {"scheme": "none"}).recipe
+    if reason := support.family_refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
+        raise UserError(reason)
+    vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    support.check_reducer(vlm, reducer)
+    with closing(ProgressBar()) as progress:
+        inputs = read_inputs(recipe, vlm, "vlmcompress learn-reducer", progress)
+        with on_accelerator(vlm):
+            learned = learning.learn_thresholds(vlm, inputs.samples, reducer, progress)
+            kept = learning.count_kept(vlm, inputs.samples, learned)
+    content = threshold_file.save_thresholds(out, vlm, learned, kept, inputs.origin or {})
+    facts = content["kept"]
+    lines = [
+        f"Thresholds of {len(content['reduce']['thresholds'])} layers, with which {facts['pictures']} pictures keep "
+        f"{facts['mean']:g} tokens on average, {facts['least']} to {facts['most']}.",
+        f"Wrote {out}; use it with --reduce {threshold_file.METHOD}:thresholds={out}",
+    ]
+    return OK, {"ok": True, "out": str(out), **content}, "\n".join(lines)
+
+
+def _scorer(args: argparse.Namespace) -> Outcome:
     values = _flags.recipe_values(args)
     from vlmcompress.reduction.choice import make_choice
     from vlmcompress.utils import yaml_files
 
     if args.keep == "auto":
         raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
-    keep = make_choice(
-        "learned", {"keep": yaml_files.parse_yaml(args.keep, "--keep")}, f"--keep {args.keep}"
-    ).options.keep
+    share = DEFAULTS["keep"] if args.keep is None else yaml_files.parse_yaml(args.keep, "--keep")
+    keep = make_choice("learned", {"keep": share}, f"--keep {args.keep}").reducer.keep
     _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "a scorer is trained on images with questions")
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 

@@ -19,8 +19,7 @@ import yaml
 from vlmcompress.export import launch, launch_files, manifest, readers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.utils import json_files, yaml_files
-from vlmcompress.utils.errors import UserError
+from vlmcompress.utils import json_files
 from vlmcompress.utils.text import size, smaller
 
 CARD = "README.md"
@@ -32,33 +31,21 @@ _FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
 _LONGEST = 1000  # characters of a value from the original's card
 
 
-def render_card(
-    record: Mapping[str, Any],
-    tree: Path,
-    name: str,
-    *,
-    repository: str | None = None,
-    base_model: str | None = None,
-    measured: str | None = None,
-) -> str:
+def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     """The text of README.md.
 
     Args:
         record: the manifest.
         tree: the checkpoint's folder, for its config.json and the original's model card.
         name: name of the checkpoint's final folder.
-        repository: `org/name` on the Hub that the card is for; commands then begin with its download.
-        base_model: the original's Hub id, if the manifest only has a folder.
-        measured: Markdown about measured results, with third-level headings.
     """
     config = json_files.read(tree / "config.json")
     quantization = config.get("quantization_config")
-    source = _plain(base_model or record["model"]["source"])
+    source = _plain(record["model"]["source"])
     front = front_matter(tree / SOURCE_CARD)
     licence = front.get("license_name") or front.get("license")
-    owner = repository.partition("/")[0] if repository else None
     facts = launch_files.launch_facts(config, record, name)
-    about = metadata(record["model"]["source"], config, front, facts, base_model=base_model, quantized_by=owner)
+    about = metadata(record["model"]["source"], config, front, facts)
     before, after = record["size"]["weights_before"], record["size"]["weights_after"]
     sizes = f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
     if before == after:
@@ -82,9 +69,7 @@ def render_card(
         sections.append("## Visual tokens\n\n" + text + query_aware)
     if recovery := record.get("recovery"):
         sections.append("## Recovered\n\n" + _recovery(recovery))
-    if measured:
-        sections.append("## Measured\n\n" + measured.strip())
-    sections.append("## Use\n\n" + _usage(name, facts, repository))
+    sections.append("## Use\n\n" + _usage(name, facts))
     if commands := launch.commands(facts):
         rows = ["| engine | from this folder | checked |", "|---|---|---|"]
         rows += [f"| {title} | `{command}` | {checked} |" for title, command, checked in commands]
@@ -188,15 +173,11 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) ->
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 
-def _usage(name: str, facts: readers.LoadFacts, repository: str | None) -> str:
+def _usage(name: str, facts: readers.LoadFacts) -> str:
     """The section about engines: packages to install, the command or code, and why other engines don't load the checkpoint."""
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder = shlex.quote(f"./{name}")
     first = "From the folder that holds this one:"
-    if repository:
-        first = (
-            f"```sh\nhf download {shlex.quote(repository)} --local-dir {shlex.quote(name)}\n```\n\nThen, from there:"
-        )
     if facts.method == "openvino":
         return (
             f"{first}\n\n```sh\npip install openvino-genai pillow\n"
@@ -291,13 +272,7 @@ def header(metadata: Mapping[str, Any]) -> str:
 
 
 def metadata(
-    source: str,
-    config: Mapping[str, Any],
-    original: Mapping[str, Any],
-    facts: readers.LoadFacts,
-    *,
-    base_model: str | None = None,
-    quantized_by: str | None = None,
+    source: str, config: Mapping[str, Any], original: Mapping[str, Any], facts: readers.LoadFacts
 ) -> dict[str, Any]:
     """The metadata of a checkpoint.
 
@@ -306,17 +281,14 @@ def metadata(
         config: the checkpoint's config.json.
         original: the metadata of the original's card.
         facts: facts that decide which engines load the checkpoint.
-        base_model: the original's Hub id; None: `source`, if that is one.
-        quantized_by: author of the quantization; None: this program.
     """
     quantization = config.get("quantization_config")
     origin = source.partition(":")[0]
-    base = base_model or (origin if is_owned(origin) else None)
-    entries: dict[str, Any] = {"base_model": base} if base else {}
-    if base and quantization:
+    entries: dict[str, Any] = {"base_model": origin} if _is_id(origin) else {}
+    if entries and quantization:
         entries["base_model_relation"] = "quantized"
     if quantization:
-        entries["quantized_by"] = quantized_by or MAKER
+        entries["quantized_by"] = MAKER
     loaded = readers.load_verdict("transformers", facts)
     if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
         entries["library_name"] = "transformers"
@@ -325,36 +297,26 @@ def metadata(
     return entries | {"tags": _tags(config, served=readers.load_verdict("vllm", facts).reason is None)}
 
 
-def id_problem(name: str) -> str | None:
-    """The reason why a name is not a repository id, in huggingface_hub's words; None if it is one."""
+def _is_id(name: str) -> bool:
+    """Whether a name is a Hub id with an owner, `org/name`."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
-    except HFValidationError as error:
-        return str(error).splitlines()[0].partition(": ")[0].rstrip(".")[:150]
-    return None
-
-
-def is_owned(name: str) -> bool:
-    """Whether a name is an id with an owner, `org/name`."""
-    return id_problem(name) is None and name.count("/") == 1
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
 
 
 def front_matter(card: Path) -> dict[str, Any]:
     """The metadata of a model card; empty if there is none or it can't be parsed."""
-    if not card.is_file():
-        return {}
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    marks = [number for number, line in enumerate(lines) if line.strip() == "---"]
-    if len(marks) < 2 or marks[0] != 0:
-        return {}
+    from huggingface_hub.repocard import metadata_load
+
     try:
-        front = yaml_files.parse_yaml("\n".join(lines[1 : marks[1]]), str(card))
-    except UserError:
+        return (metadata_load(card) or {}) if card.is_file() else {}
+    except (ValueError, yaml.YAMLError, RecursionError):
         return {}
-    return front if isinstance(front, dict) else {}
 
 
 def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:

@@ -216,17 +216,16 @@ def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, A
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def card(facts: Mapping[str, Any], repository: str | None = None, base: str | None = None) -> str:
-    """The text of the draft's card. `repository`: its id on the Hub; `base`: the Hub id of its target."""
+def card(facts: Mapping[str, Any]) -> str:
+    """The text of the draft's card."""
     acceptance, samples = facts["acceptance"], facts["samples"]
     shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
     lines = [
         "---",
-        *([f"base_model: {base}", "base_model_relation: adapter"] if base else []),
         "library_name: vllm",
         f"tags: [vlmcompress, {facts['method']}, speculative-decoding]",
         "---",
-        f"# A draft head for {base or facts['target'].get('name', 'a checkpoint')}",
+        f"# A draft head for {facts['target'].get('name', 'a checkpoint')}",
         "",
         f"{facts['method']}, {facts['parameters']:,} parameters, guesses {len(acceptance['by_position'])} tokens in a row. "
         f"Trained on {samples['trained_on']} of the target's own answers.",
@@ -236,7 +235,7 @@ def card(facts: Mapping[str, Any], repository: str | None = None, base: str | No
         f"It is for the checkpoint whose files have the hash `{facts['target']['content_sha256']}`, no other.",
         "",
         "```bash",
-        f"vlmcompress serve TARGET --draft {repository or '.'}",
+        "vlmcompress serve TARGET --draft .",
         "```",
     ]
     return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ class DraftImages:
         if self.rows == "none":
             least = 0
         elif isinstance(self.rows, ReducerChoice):
-            least = self.rows.options.budget((1, 1, end - start))
+            least = self.rows.reducer.budget((1, 1, end - start))
         else:
             return 0
         return max(0, min((end - start - least) // block, end // block - -(-start // block)))
@@ -88,9 +88,9 @@ class DraftImages:
         if left == count:
             return Reduction.identity(count, features.device)
         reducer = self.rows if isinstance(self.rows, ReducerChoice) else _EVEN
-        options = dataclasses.replace(reducer.options, keep=left / count)  # type: ignore[call-arg]
+        kept = dataclasses.replace(reducer.reducer, keep=left / count)  # type: ignore[call-arg]
         signals = Signals(grid=(1, 1, count), features=features, finite=True)
-        return methods.reduce(reducer.module, signals, options, check=False)
+        return methods.reduce(kept, signals, check=False)
 
 
 def parse_images(text: str, vector: bool = False, block: int = BLOCK) -> DraftImages:
@@ -123,12 +123,12 @@ def read_draft_images(config: Mapping[str, Any]) -> DraftImages:
 
 def _checked(reducer: ReducerChoice, where: str) -> ReducerChoice:
     """Return the reducer if it needs only features and keeps a configurable share; else raise `UserError`."""
-    module, options = reducer.module, reducer.options
-    fits = module.STAGE == "projected" and module.COUNT == "fixed" and not module.NEEDS - {"features"}
-    if not fits or options.keep is None or options.scorer is not None:
+    method = reducer.reducer
+    fits = method.STAGE == "projected" and method.COUNT == "fixed" and not method.NEEDS - {"features"}
+    if not fits or method.keep is None or method.scorer is not None:
         raise UserError(
             f"{where}: a draft's tokens are chosen by a method that uses only features and keeps a fixed share: "
-            "coverage, divprune, cdpruner, dart, scope, uniform or random; or write hidden, all or none"
+            "coverage, divprune, cdpruner, dart, uniform or random; or write hidden, all or none"
         )
     return reducer
 

@@ -32,6 +32,7 @@ from vlmcompress.models._read import (
     tensor_headers,
 )
 from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, MlxClass, ModelSpec
+from vlmcompress.models._tokens import block_side, patch_side, tile_grid
 
 if TYPE_CHECKING:
     from vlmcompress.models._experts import Expert, Experts

@@ -182,10 +182,10 @@ def fit_reducer(
     if reducer is None:
         return None
     reducer = scorer_file.load_scorer(vlm.model.config, reducer)
-    if not reducer.options.learns:
+    if not reducer.reducer.LEARNS:
         return reducer
     if fitted is not None and same(fitted, reducer):
-        thresholds = fitted.options.thresholds
+        thresholds = fitted.reducer.thresholds
         return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
         return threshold_file.require_thresholds(vlm, reducer)

@@ -338,7 +338,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         extra_files |= resizing.setting_files(recipe.inputs_folder, setting)
         settings = setting.config
     if recipe.reduce:
-        if recipe.reduce.options.scorer:
+        if recipe.reduce.reducer.scorer:
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
 

@@ -92,7 +92,7 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
 
 def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
     """Raise UserError for a reducer without its learned thresholds."""
-    if reducer.options.learns and not reducer.has_thresholds:
+    if reducer.reducer.LEARNS and not reducer.has_thresholds:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
 
 

@@ -2,7 +2,7 @@
 
     --reduce dart:0.25                      the share that is kept
     --reduce dart:0.25,pivots=8             and other options
-    --reduce dymu:thresholds=FILE.json      what `vlmcompress thresholds` wrote
+    --reduce dymu:thresholds=FILE.json      what `vlmcompress learn-reducer` wrote
     reduce: {method: dart, keep: 0.25, pivots: 8}
 
 `--reduce resize:0.5` makes images smaller instead, which is the recipe's key `resize`; given before a reducer, both are done:
@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -39,35 +38,34 @@ from vlmcompress.utils.registry import REDUCERS
 from vlmcompress.utils.settings import Layer
 
 if TYPE_CHECKING:  # its modules import torch
-    from vlmcompress.reduction.methods import Grid, ReducerOptions
+    from vlmcompress.reduction.methods import Grid, Reducer
+
+
+# Earlier reducer -> what does its work, no worse by docs/results.md.
+RETIRED = {"tome": "dymu, which learns where tokens merge", "scope": "coverage", "pyramiddrop": "fastv"}
 
 
 @dataclass(frozen=True)
 class ReducerChoice:
-    """A reducer: the name of its method and its `Options`."""
+    """A reducer with its options, by the name of its method."""
 
     method: str
-    options: ReducerOptions
-
-    @property
-    def module(self) -> ModuleType:
-        """The method's module in `vlmcompress.reduction.methods`."""
-        return REDUCERS.get(self.method)
+    reducer: Reducer
 
     @property
     def query_aware(self) -> bool:
         """Whether the method is query-aware."""
-        return "query" in self.module.NEEDS
+        return "query" in self.reducer.NEEDS
 
     @property
     def takes_count(self) -> bool:
         """Whether the number of kept tokens depends on the image but can be set by the caller."""
-        return self.module.COUNT == "adaptive" and self.module.STAGE == "encoder"
+        return self.reducer.COUNT == "adaptive" and self.reducer.STAGE == "encoder"
 
     @property
     def has_thresholds(self) -> bool:
         """Whether the options hold learned thresholds."""
-        return self.options.has_thresholds
+        return self.reducer.has_thresholds
 
     @property
     def without_thresholds(self) -> ReducerChoice:
@@ -76,7 +74,7 @@ class ReducerChoice:
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> ReducerChoice:
         """This reducer with these thresholds (None: without). Unchanged where the method learns none."""
-        return ReducerChoice(self.method, self.options.with_thresholds(thresholds))
+        return ReducerChoice(self.method, self.reducer.with_thresholds(thresholds))
 
     @property
     def label(self) -> str:
@@ -86,7 +84,7 @@ class ReducerChoice:
     def file_hash(self) -> str:
         """SHA-256 of the options' file (a scorer or thresholds); "" where there is none."""
         named = [
-            Path(name) for name in (self.options.scorer, self.options.thresholds) if isinstance(name, str) and name
+            Path(name) for name in (self.reducer.scorer, self.reducer.thresholds) if isinstance(name, str) and name
         ]
         return sha256(named[0]) if named and named[0].is_file() else ""
 
@@ -96,8 +94,8 @@ class ReducerChoice:
 
         So older versions without `merge` can read it when `merge` is unused.
         """
-        common = {field.name: field.default for field in dataclasses.fields(self.options) if field.kw_only}
-        settings = self.options.settings()
+        common = {field.name: field.default for field in dataclasses.fields(self.reducer) if field.kw_only}
+        settings = self.reducer.settings()
         chosen = {key: value for key, value in settings.items() if key not in common or value != common[key]}
         return {"method": self.method, **chosen}
 
@@ -106,30 +104,22 @@ class ReducerChoice:
 
         File hashes are left out.
         """
-        default = type(self.options)()
-        settings = {name: value for name, value in self.options.settings().items() if name not in ("keep", "sha256")}
-        parts = [] if self.options.keep is None else [_share(self.options.keep)]
+        default = type(self.reducer)()
+        settings = {name: value for name, value in self.reducer.settings().items() if name not in ("keep", "sha256")}
+        parts = [] if self.reducer.keep is None else [_share(self.reducer.keep)]
         parts += [f"{name}={_yaml_text(value)}" for name, value in settings.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
         """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
-        if self.module.STAGE != "llm":
-            count = self.options.budget(grid)
-            return None if count is None else [count] * blocks
-        counts = [math.prod(grid)] * blocks
-        for layer, options in self.options.drops(blocks):
-            count = options.budget(grid)
-            if count is None:
-                return None
-            counts[layer:] = [count] * (blocks - layer)
-        return counts
+        count, first = self.reducer.budget(grid), self.reducer.layer or 0
+        return None if count is None else [math.prod(grid)] * first + [count] * (blocks - first)
 
     def too_small(self, grid: Grid) -> bool:
         """Whether the kept share of such a grid rounds to no token, so that all tokens stay."""
         from vlmcompress.reduction.methods import too_small
 
-        return too_small(self.module, grid, self.options)
+        return too_small(self.reducer, grid)
 
 
 def parse_reducer(text: str) -> ReducerChoice:
@@ -186,8 +176,10 @@ def reducer_of_setting(setting: Any, where: str = "reduce") -> ReducerChoice:
 
 def make_choice(method: str, values: Mapping[str, Any], where: str) -> ReducerChoice:
     """Check a method and its options. `where` begins the message of the UserError that anything wrong raises."""
+    if method in RETIRED and method not in REDUCERS:
+        raise UserError(f"{where}: there is no reducer '{method}' any more; take {RETIRED[method]}")
     try:
-        cls = REDUCERS.get(method).Options
+        cls = type(REDUCERS.get(method))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     types = typing.get_type_hints(cls)
@@ -265,7 +257,7 @@ def calibrated(reducer: ReducerChoice | None) -> ReducerChoice | None:
 
     A reducer within the language model only makes the blocks' tokens fewer.
     """
-    return reducer if reducer and reducer.module.STAGE != "llm" else None
+    return reducer if reducer and reducer.reducer.STAGE != "llm" else None
 
 
 def same(reducer: ReducerChoice | None, other: ReducerChoice | None) -> bool:

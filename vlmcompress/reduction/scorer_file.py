@@ -44,9 +44,9 @@ class Scorer:
 
 def with_scorer_hash(chosen: ReducerChoice) -> ReducerChoice:
     """The reducer with the hash of its scorer's file, which identifies it. Raises UserError for an invalid file."""
-    if not chosen.options.scorer:
+    if not chosen.reducer.scorer:
         return chosen
-    return _with(chosen, sha256=read(Path(chosen.options.scorer)).sha256)
+    return _with(chosen, sha256=read(Path(chosen.reducer.scorer)).sha256)
 
 
 def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
@@ -59,7 +59,7 @@ def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) 
     Raises:
         UserError: no file is named, it is invalid, belongs to another model, or has changed since the checkpoint was written.
     """
-    options = chosen.options
+    options = chosen.reducer
     if options.scorer is None or options.network is not None:
         return chosen
     if not options.scorer:
@@ -88,15 +88,15 @@ def load_scorer(config: Any, chosen: ReducerChoice, folder: Path | None = None) 
 def carried(chosen: ReducerChoice, folder: Path | None = None) -> ReducerChoice:
     """The reducer with the path of its file within a checkpoint; with `folder`, the path in that checkpoint's folder."""
     path = CARRIED if folder is None else str(folder / CARRIED)
-    return _with(chosen, scorer=path) if chosen.options.scorer else chosen
+    return _with(chosen, scorer=path) if chosen.reducer.scorer else chosen
 
 
 def content(chosen: ReducerChoice) -> bytes:
     """The file's bytes, for a checkpoint. Raises UserError if the file has changed since it was read."""
-    assert chosen.options.scorer
-    path = Path(chosen.options.scorer)
+    assert chosen.reducer.scorer
+    path = Path(chosen.reducer.scorer)
     data = _bytes(path)
-    if hashlib.sha256(data).hexdigest() != getattr(chosen.options, "sha256", ""):
+    if hashlib.sha256(data).hexdigest() != getattr(chosen.reducer, "sha256", ""):
         raise UserError(f"scorer {path} was changed during the run; start again")
     return data
 
@@ -179,4 +179,4 @@ def _line(text: str) -> str:
 
 
 def _with(chosen: ReducerChoice, **changes: Any) -> ReducerChoice:
-    return ReducerChoice(chosen.method, replace(chosen.options, **changes))
+    return ReducerChoice(chosen.method, replace(chosen.reducer, **changes))

@@ -2,23 +2,22 @@
 
 `check_reducer` combines three checks, which vLLM's plugin and messages also call one by one: of the model's family
 (`family_refusal`), of its config (`check_config`, which includes the family's), and of the engine (`engine_refusal`). The last
-reads literals from the files of methods and families and needs neither torch nor vLLM. That is why
-other modules of the package are imported within functions here.
+reads literals from the files of methods and families and needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress.models import ModelSpec, all_specs, block_side, patch_side, tile_grid
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.registry import REDUCERS, Registry
 
 if TYPE_CHECKING:
-    from vlmcompress.models import VLM, ModelSpec
+    from vlmcompress.models import VLM
     from vlmcompress.reduction.choice import ReducerChoice
-    from vlmcompress.reduction.methods import ReducerOptions, TokenCounter
+    from vlmcompress.reduction.methods import Reducer, TokenCounter
 
 SERVED_FAMILIES = Registry("vlmcompress.engines.vllm.plugin", "family")
 """The families that vLLM's plugin serves."""
@@ -39,7 +38,7 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
         engine: `vllm`, or `transformers`.
         files: whether to read the reducer's file of thresholds and check that it belongs to this model.
     """
-    if files and isinstance(reducer.options.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
+    if files and isinstance(reducer.reducer.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
         from vlmcompress.reduction import threshold_file
 
         reducer = threshold_file.load_thresholds(vlm, reducer)
@@ -53,96 +52,74 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
 def family_refusal(spec: ModelSpec, method: str) -> str | None:
     """The reason why `method` cannot be attached to this family's models, in one line; None if it can. UserError for an
     unknown method."""
-    module = REDUCERS.outline(method)
+    reducer = REDUCERS.outline(method)
     if spec.images.grid is None:
-        from vlmcompress.models import all_specs
-
         families = sum(other.images.grid is not None for other in all_specs())
         return f"visual tokens of {spec.family} are not reduced yet, those of {families} other families are: see docs/models.md"
-    if _fits(spec, module):
+    if _fits(spec, reducer):
         return None
-    modules = {name: REDUCERS.outline(name) for name in REDUCERS.names()}
+    outlines = {name: REDUCERS.outline(name) for name in REDUCERS.names()}
     # Methods that engines serve, and that beat a baseline.
-    good = {
-        name: other for name, other in modules.items() if other.SERVED and not getattr(other, "NO_BETTER_THAN", None)
-    }
+    good = {name: other for name, other in outlines.items() if other.SERVED and not other.NO_BETTER_THAN}
     others = ", ".join(name for name, other in good.items() if _fits(spec, other))
-    return f"'{method}' {_unfit(spec, module)}; use {others}"
+    return f"'{method}' {_unfit(spec, reducer)}; use {others}"
 
 
-def _fits(spec: ModelSpec, module: Any) -> bool:
+def _fits(spec: ModelSpec, reducer: Reducer) -> bool:
     """Whether the method can work in the family's encoder and decoder."""
-    if module.STAGE == "llm":
+    if reducer.STAGE == "llm":
         return not spec.mixed_blocks
-    if hasattr(module, "merge"):
+    if reducer.MERGES:
         return spec.tower.joint is not None
-    if chooses_images(module):
+    if chooses_images(reducer):
         return spec.images.grid in ("thw", "patches")
-    return spec.tower.cls is not None or not needs_encoder(module)
+    return spec.tower.cls is not None or not needs_encoder(reducer)
 
 
-def _unfit(spec: ModelSpec, module: Any) -> str:
+def _unfit(spec: ModelSpec, reducer: Reducer) -> str:
     """Explain why the method cannot work in the family's encoder or decoder."""
-    if module.STAGE == "llm":
+    if reducer.STAGE == "llm":
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
-    if hasattr(module, "merge"):
+    if reducer.MERGES:
         return f"merges patches within the encoder, {_MIXED[spec.tower.units].format(family=spec.family)}"
-    if chooses_images(module):
+    if chooses_images(reducer):
         return f"leaves out images, and {spec.family} cuts them into tiles"
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
 
 
-def needs_encoder(module: Any) -> bool:
+def needs_encoder(reducer: Reducer) -> bool:
     """Whether the method needs signals from within the encoder."""
-    return module.STAGE == "encoder" or "windowed" in module.NEEDS
+    return reducer.STAGE == "encoder" or "windowed" in reducer.NEEDS
 
 
-def reads_encoder(spec: ModelSpec, config: Any, module: ModuleType) -> bool:
-    """Whether the method reads signals from within this model's encoder, required or optional ones."""
-    takes = module.STAGE == "projected" and "saliency" in getattr(module, "OPTIONAL", frozenset())
-    return needs_encoder(module) or (takes and spec.tower.cls is not None and _no_cls_attention(spec, config) is None)
-
-
-def chooses_images(module: Any) -> bool:
+def chooses_images(reducer: Reducer) -> bool:
     """Whether the method keeps or drops whole images of a prompt."""
-    return module.STAGE == "pixels"
+    return reducer.STAGE == "pixels"
 
 
-def check_config(spec: ModelSpec, config: Any, reducer: ReducerChoice) -> None:
+def check_config(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
     """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
     tower = config.vision_config.model_type
-    if reason := family_refusal(spec, reducer.method) or dict(spec.tower.unreduced).get(tower):
+    if reason := family_refusal(spec, chosen.method) or dict(spec.tower.unreduced).get(tower):
         raise UserError(reason)
-    module, options = reducer.module, reducer.options
+    reducer = chosen.reducer
     blocks = config.get_text_config().num_hidden_layers
-    if options.layer is not None and options.layer >= blocks:
-        raise UserError(f"layer {options.layer} is none of the language model's {blocks} (from 0); choose a lower one")
-    try:
-        drops = options.drops(blocks)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if module.STAGE == "llm" and drops:
-        _check_deepstack(config, drops[0][0], options)
-    if hasattr(module, "merge"):
-        _check_merging(spec, config, module, options)
-    elif needs_encoder(module):
+    if reducer.layer is not None and reducer.layer >= blocks:
+        raise UserError(f"layer {reducer.layer} is none of the language model's {blocks} (from 0); choose a lower one")
+    # Deepstack (Qwen3-VL) adds encoder features to the visual rows in the first blocks, which therefore need all rows.
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if reducer.layer is not None and reducer.layer < deep:
+        raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
+    if reducer.MERGES:
+        _check_merging(spec, config, reducer)
+    elif needs_encoder(reducer):
         if reason := _no_cls_attention(spec, config):
             raise UserError(reason)
         layers = config.vision_config.num_hidden_layers
-        if options.shallow is not None and options.shallow >= layers:
+        if reducer.shallow is not None and reducer.shallow >= layers:
             raise UserError(
-                f"shallow={options.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
+                f"shallow={reducer.shallow} is none of the encoder's {layers} layers (from 0); choose a lower one"
             )
-
-
-def _check_deepstack(config: Any, layer: int, options: ReducerOptions) -> None:
-    # Deepstack (Qwen3-VL) adds encoder features to the visual rows in the first blocks, which therefore need all rows.
-    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-    if layer < deep:
-        better = f"use layer {deep} or later"
-        if options.layer is None:
-            better = f"the first stage ends before layer {layer}, so use fewer stages"
-        raise UserError(f"layers before {deep} still receive visual features in this model; {better}")
 
 
 def _no_cls_attention(spec: ModelSpec, config: Any) -> str | None:
@@ -165,53 +142,42 @@ def strategy(config: Any) -> str:
     return getattr(config, "vision_feature_select_strategy", "full")
 
 
-def _check_merging(spec: ModelSpec, config: Any, module: ModuleType, options: ReducerOptions) -> None:
-    from vlmcompress.reduction.hooks.units import block
-
+def _check_merging(spec: ModelSpec, config: Any, reducer: Reducer) -> None:
     vision = config.vision_config
     used = (vision.model_type, strategy(config))
     if not isinstance(getattr(config, "vision_feature_layer", -1), int):
         raise UserError(f"this model joins several encoder layers; {_INSTEAD}")
-    if block(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
+    if block_side(config) > 1 and feature_layers(config) != vision.num_hidden_layers:
         raise UserError(f"this model leaves out encoder layers; {_INSTEAD}")
     if used not in spec.tower.merging:
         raise UserError(
             f"the encoder is a {used[0]} with features '{used[1]}'; tokens merge within a CLIP or InternViT without CLS "
             f"('default') and a SigLIP ('full'); {_INSTEAD}"
         )
-    layers, thresholds = feature_layers(config), options.thresholds
+    layers, thresholds = feature_layers(config), reducer.thresholds
     if isinstance(thresholds, tuple) and len(thresholds) != layers:
         raise UserError(
             f"there are {len(thresholds)} thresholds and {layers} layers that merge: they are another model's; learn this one's"
         )
-    least, most = count_bounds(config, module)
-    if module.COUNT == "fixed" and options.budget((1, 1, most)) < least:
-        raise UserError(
-            f"keep={options.keep:g} of {most} tokens is out of reach: {layers} layers, each of which merges at most half, "
-            f"leave {least}; choose at least keep={least / most:.3g}"
-        )
 
 
-def count_bounds(config: Any, module: ModuleType) -> tuple[int, int]:
+def count_bounds(config: Any, reducer: Reducer) -> tuple[int, int]:
     """The fewest tokens to which a merging method can reduce an image or tile (at most by half per layer), and all tokens."""
-    from vlmcompress.reduction.hooks.units import tile
-
-    tokens = math.prod(tile(config))
-    least = -(-tokens >> feature_layers(config)) if hasattr(module, "merge") else 1  # rounded up
+    tokens = math.prod(tile_grid(config))
+    least = -(-tokens >> feature_layers(config)) if reducer.MERGES else 1  # rounded up
     return least, tokens
 
 
 def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
     """Raise UserError unless the method can reach the counter's counts in a model with this config."""
-    from vlmcompress.reduction.hooks.units import patch
 
     if not chosen.takes_count:
         raise UserError(f"'{chosen.method}' decides itself what it keeps; leave the counts out")
-    least, most = count_bounds(config, chosen.module)
-    if counter.patch != patch(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
+    least, most = count_bounds(config, chosen.reducer)
+    if counter.patch != patch_side(config) or counter.buckets[0] < least or counter.buckets[-1] > most:
         raise UserError(
             f"counts of {counter.buckets[0]} to {counter.buckets[-1]}, of patches of {counter.patch}, are another model's; "
-            f"this one's encoder makes {least} to {most} tokens of patches of {patch(config)}"
+            f"this one's encoder makes {least} to {most} tokens of patches of {patch_side(config)}"
         )
 
 
@@ -220,14 +186,14 @@ def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
 
     Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.
     """
-    method, module = reducer.method, reducer.module
+    method = reducer.method
     architecture = architecture.removeprefix(PREFIX)
     families = {SERVED_FAMILIES.constant(family, "ARCHITECTURE"): family for family in SERVED_FAMILIES.names()}
     if architecture not in families:
         return f"vLLM does not serve {architecture} with fewer visual tokens yet{did_you_mean('', families)}"
     family, reason = families[architecture], None
-    if not module.SERVED:
-        reason = f"vLLM cannot serve '{method}' ({module.WHY_NOT})"
+    if not reducer.reducer.SERVED:
+        reason = f"vLLM cannot serve '{method}' ({reducer.reducer.WHY_NOT})"
     elif missing := _missing(method, family):
         reason = f"vLLM does not serve '{method}' with {family} (without {missing})"
     if reason:
@@ -246,12 +212,11 @@ def _serves(family: str, method: str) -> bool:
 
 def _missing(method: str, family: str) -> str:
     """Names of the signals that a method needs but the family's model does not provide."""
-    signals = SERVED_FAMILIES.constant(family, "SIGNALS")
-    stage, adaptive = REDUCERS.constant(method, "STAGE"), REDUCERS.constant(method, "COUNT") == "adaptive"
-    if REDUCERS.constant(method, "MEDIA") == "video" and not SERVED_FAMILIES.constant(family, "VIDEOS"):
+    reducer, signals = REDUCERS.outline(method), SERVED_FAMILIES.constant(family, "SIGNALS")
+    if reducer.MEDIA == "video" and not SERVED_FAMILIES.constant(family, "VIDEOS"):
         return "videos"
-    if adaptive and not SERVED_FAMILIES.constant(family, "COUNTED"):
+    if reducer.COUNT == "adaptive" and not SERVED_FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
-    if stage == "pixels":
+    if chooses_images(reducer):
         return "" if "views" in signals else "what it needs before the encoder"
-    return ", ".join(sorted(REDUCERS.constant(method, "NEEDS").difference(signals)))
+    return ", ".join(sorted(reducer.NEEDS.difference(signals)))

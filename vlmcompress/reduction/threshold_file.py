@@ -1,4 +1,4 @@
-"""The file of DyMU's thresholds, which `vlmcompress thresholds` writes and recipes name."""
+"""The file of DyMU's thresholds, which `vlmcompress learn-reducer` writes and recipes name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 from torch import nn
 from typing_extensions import TypedDict
 
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, block_side
 from vlmcompress.reduction import choice
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks.units import block
 from vlmcompress.utils import folders, identity, schema
 from vlmcompress.utils.errors import UserError
 
 METHOD = "dymu"
 SCHEMA_VERSION = 1
-COMMAND = "vlmcompress thresholds MODEL --calib DATA -o FILE.json"
+COMMAND = "vlmcompress learn-reducer MODEL --calib DATA -o FILE.json"
 _Model = TypedDict("_Model", {"source": str, "encoder_sha256": str, "encoder": dict[str, Any]})
 
 
@@ -33,7 +32,7 @@ class _File(TypedDict):
 
 def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Return the reducer with the thresholds of the file that it names, if any. UserError if they belong to another model."""
-    name = chosen.options.thresholds
+    name = chosen.reducer.thresholds
     if not isinstance(name, str):
         return chosen
     path = Path(name)
@@ -47,13 +46,13 @@ def load_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     if whole and (digest := encoder_hash(vlm)) != model["encoder_sha256"]:
         difference = f"sha256 of its encoder is {model['encoder_sha256'][:12]}, that of '{vlm.path.name}' {digest[:12]}"
         raise _foreign(path, model, difference)
-    return chosen.with_thresholds(content["reduce"].options.thresholds)
+    return chosen.with_thresholds(content["reduce"].reducer.thresholds)
 
 
 def require_thresholds(vlm: VLM, chosen: ReducerChoice) -> ReducerChoice:
     """Load the reducer's file, and raise UserError if thresholds are needed but missing."""
     chosen = load_thresholds(vlm, chosen)
-    if chosen.options.needs_thresholds:
+    if chosen.reducer.needs_thresholds:
         raise UserError(f"'{chosen.method}' has no thresholds; learn them with `{COMMAND}`")
     return chosen
 
@@ -96,7 +95,7 @@ def encoder(vlm: VLM) -> dict[str, Any]:
     settings = {key: getattr(config.vision_config, key) for key in keys}
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     settings["feature_layer"] = getattr(config, "vision_feature_layer", -1)
-    side = block(config)
+    side = block_side(config)
     return settings | {"block": side} if side > 1 else settings
 
 

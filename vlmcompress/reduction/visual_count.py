@@ -147,20 +147,17 @@ def layouts_of(spec: ModelSpec, processor: Any, sizes: Sequence[Size]) -> tuple[
 def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int | None:
     """Visual tokens of a prompt after a reducer; None if that depends on the images' content.
 
-    vLLM's plugin reduces a video as one grid, and within the encoder each frame separately. Raises UserError if it does not
-    support videos with this reducer.
+    vLLM's plugin reduces a video as one grid. Raises UserError if it does not support videos with this reducer.
     """
     if counted.film and chosen.query_aware:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
-    if spec.images.grid == "anyres" and hasattr(chosen.module, "merge"):
-        return None
     full = sum(layout.tokens for layout in counted.images)
-    if chooses_images(chosen.module):
+    if chooses_images(chosen.reducer):
         if len({layout.tokens for layout in counted.images}) > 1:
             return None
         return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
     grids = _grids(counted, chosen)
-    left = [chosen.options.budget(grid) for grid in grids]
+    left = [chosen.reducer.budget(grid) for grid in grids]
     if None in left:
         return None
     return full + counted.video - sum(math.prod(grid) - count for grid, count in zip(grids, left, strict=True))
@@ -168,7 +165,7 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
 
 def per_block(counted: Counted, left: int, chosen: ReducerChoice | None, blocks: int) -> Sequence[int]:
     """Visual tokens in each decoder block: `left`, unless a method within the language model varies them by block."""
-    grids = _grids(counted, chosen) if chosen and chosen.module.STAGE == "llm" else []
+    grids = _grids(counted, chosen) if chosen and chosen.reducer.STAGE == "llm" else []
     counts = [chosen.left(grid, blocks) for grid in grids] if chosen else []
     if not counts or None in counts:
         return [left] * blocks
@@ -181,8 +178,7 @@ def _grids(counted: Counted, chosen: ReducerChoice) -> list[tuple[int, int, int]
     images = [grid for layout in counted.images for grid, _ in layout.grids()]
     if counted.film is None:
         return images
-    frames, rows, columns = counted.film
-    return images + ([(1, rows, columns)] * frames if hasattr(chosen.module, "merge") else [counted.film])
+    return [*images, counted.film]
 
 
 def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str, ...]]:

@@ -33,7 +33,7 @@ from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.hooks import attach_carried
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
-from vlmcompress.training.draft_lessons import Lessons, load_target
+from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.training.eagle3 import DraftShape
 from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
@@ -58,7 +58,7 @@ class DraftTraining:
         image_vector: whether a vector of the image is added to each row.
         block_size: tokens per block of vLLM's KV cache when the draft is served.
 
-            When training starts from a draft, the last five are those of that draft.
+    When training starts from a draft, the last five are those of that draft.
     """
 
     steps: int = 1000
@@ -132,9 +132,9 @@ def draft(
                 kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
                 stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
                 vocabulary = training.vocabulary if stored is None else guessable(stored, total)
-                lessons = Lessons(target, data, recipe, kind, images, vocabulary)
-                _check_answers(lessons, source)
-                tensors = lessons.create(recipe.seed)
+                draft_data = DraftData(target, data, recipe, kind, images, vocabulary)
+                _check_answers(draft_data, source)
+                tensors = draft_data.create(recipe.seed)
                 if base and stored is not None:
                     for name, tensor in tensors.items():
                         if name not in stored or stored[name].shape != tensor.shape:
@@ -143,15 +143,15 @@ def draft(
                             )
                         tensor.copy_(stored[name])
                 tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-                before = acceptance(lessons, tensors) if base else None
-                log, best = _train(lessons, tensors, training, recipe.seed, work, progress, base is not None)
+                before = acceptance(draft_data, tensors) if base else None
+                log, best = _train(draft_data, tensors, training, recipe.seed, work, progress, base is not None)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # the dtype on disk
-        facts = _facts(recipe, training, data, log, lessons, best)
+        facts = _facts(recipe, training, data, log, draft_data, best)
         if base:
             facts["from"] = {"target": dict(base.target), "acceptance": _acceptance(before or [])}
         if distributed.is_main():
             with folders.new_folder(out) as folder:
-                write_draft(folder, lessons, best, facts)
+                write_draft(folder, draft_data, best, facts)
             work.remove()
         return facts | {"timing": phase_seconds()}
 
@@ -176,10 +176,10 @@ def _answered(
         return target, teacher_cache.answered(target, samples, source, work, progress, most)
 
 
-def _check_answers(lessons: Lessons, source: str | Path) -> None:
+def _check_answers(draft_data: DraftData, source: str | Path) -> None:
     """Raise UserError if the training or the held-out samples have no answer of two tokens or more."""
-    counts = [distillation.answer_tokens(batch)[1] for batch in lessons.batches]
-    for part in (counts[: lessons.first], counts[lessons.first :]):
+    counts = [distillation.answer_tokens(batch)[1] for batch in draft_data.batches]
+    for part in (counts[: draft_data.first], counts[draft_data.first :]):
         if max(part, default=0) < 2:
             raise UserError(
                 f"{source}: the model answers these questions with one token each, which leaves a draft "
@@ -195,7 +195,7 @@ def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
 
 
 def _train(
-    lessons: Lessons,
+    draft_data: DraftData,
     tensors: dict[str, Tensor],
     training: DraftTraining,
     seed: int,
@@ -211,8 +211,8 @@ def _train(
     first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if aligns else {}
 
     def loss(index: int) -> Tensor | None:
-        lesson = lessons.lesson(index)
-        return None if lesson is None else eagle3.loss(lessons.guesses(tensors, lesson), lesson)
+        sample = draft_data.sample(index)
+        return None if sample is None else eagle3.loss(draft_data.guesses(tensors, sample), sample)
 
     def backward(index: int, factor: float) -> float:
         with torch.enable_grad():
@@ -224,14 +224,14 @@ def _train(
 
     def held_out() -> float:
         with torch.no_grad():
-            values = [loss(index) for index in distributed.shard(lessons.held_out)]
+            values = [loss(index) for index in distributed.shard(draft_data.held_out)]
         sums = [float(value) for value in values if value is not None]
         total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
         return float(total[0] / total[1].clamp_min(1))
 
     settings = LoopSettings.of(training, seed, "training the draft")
     callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
-    log, best = train(tensors, lessons.first, settings, **callbacks, work=work, progress=progress)
+    log, best = train(tensors, draft_data.first, settings, **callbacks, work=work, progress=progress)
     if not best and math.isfinite(log.first):
         best = first
     if not best:
@@ -246,14 +246,14 @@ def _acceptance(shares: Sequence[float]) -> dict[str, Any]:
     return {"by_position": list(shares), "length": 1 + sum(shares)}
 
 
-def acceptance(lessons: Lessons, tensors: Mapping[str, Tensor]) -> list[float]:
+def acceptance(draft_data: DraftData, tensors: Mapping[str, Tensor]) -> list[float]:
     """For each step, the share of held-out guesses that are correct up to and including that step."""
     sums = torch.zeros(1 + eagle3.STEPS, dtype=torch.float64)
     with torch.no_grad():
-        for index in distributed.shard(lessons.held_out):
-            lesson = lessons.lesson(index)
-            if lesson is not None:
-                sums += eagle3.accepted(lessons.guesses(tensors, lesson), lesson).cpu()
+        for index in distributed.shard(draft_data.held_out):
+            sample = draft_data.sample(index)
+            if sample is not None:
+                sums += eagle3.accepted(draft_data.guesses(tensors, sample), sample).cpu()
     rows, *right = distributed.all_sum(sums).tolist()
     return [count / max(rows, 1) for count in right]
 
@@ -263,19 +263,19 @@ def _facts(
     training: DraftTraining,
     data: teacher_cache.TrainingData,
     log: TrainLog,
-    lessons: Lessons,
+    draft_data: DraftData,
     best: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """The content of the file next to the draft."""
-    device = lessons.head.device
-    shares = acceptance(lessons, {name: tensor.to(device).float() for name, tensor in best.items()})
+    device = draft_data.head.device
+    shares = acceptance(draft_data, {name: tensor.to(device).float() for name, tensor in best.items()})
     return {
-        "method": lessons.kind,
+        "method": draft_data.kind,
         "target": identity.source_identity(recipe.model) | {"content_sha256": manifest.checkpoint_hash(recipe.model)},
-        "reduce": lessons.reducer.plain() if lessons.reducer else None,
-        "taps": list(lessons.shape.taps),
-        "images": lessons.images.settings(),
-        "vocabulary": lessons.shape.vocabulary,
+        "reduce": draft_data.reducer.plain() if draft_data.reducer else None,
+        "taps": list(draft_data.shape.taps),
+        "images": draft_data.images.settings(),
+        "vocabulary": draft_data.shape.vocabulary,
         "parameters": sum(tensor.numel() for tensor in best.values()),
         "training": asdict(training) | {"seed": recipe.seed},
         "samples": {
@@ -335,34 +335,38 @@ def _messages(sample: Sample, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"role": turn["role"], "content": parts}
 
 
-def write_draft(folder: Path, lessons: Lessons, best: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+def write_draft(folder: Path, draft_data: DraftData, best: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write the draft's files into an empty folder."""
     tensors = {name: tensor.contiguous() for name, tensor in best.items()}
-    total, ids = len(lessons.head), lessons.vocabulary.cpu()
-    if len(ids) < total and lessons.kind == "medusa":
+    total, ids = len(draft_data.head), draft_data.vocabulary.cpu()
+    if len(ids) < total and draft_data.kind == "medusa":
         tensors["token_map"] = ids
     elif len(ids) < total:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
     folders.save_tensors(folder / draft_folder.WEIGHTS, tensors, {"format": "pt"})
-    model = lessons.target.model
-    config = medusa.config(lessons.shape, len(lessons.head), model) if lessons.kind == "medusa" else _eagle3(lessons)
-    target = lessons.target.path
+    model = draft_data.target.model
+    config = (
+        medusa.config(draft_data.shape, len(draft_data.head), model)
+        if draft_data.kind == "medusa"
+        else _eagle3(draft_data)
+    )
+    target = draft_data.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
     served = launch_files.launch_facts(models.read_config(target), record, facts["target"].get("name") or target.name)
-    texts = REGISTRY.get("vllm").drafted(served, lessons.kind, eagle3.STEPS)
+    texts = REGISTRY.get("vllm").drafted(served, draft_data.kind, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
     draft_folder.write_draft(folder, config, facts, texts)
 
 
-def _eagle3(lessons: Lessons) -> dict[str, Any]:
+def _eagle3(draft_data: DraftData) -> dict[str, Any]:
     """The config.json of an EAGLE-3 draft, in the form of the `speculators` library."""
-    shape, target = lessons.shape, lessons.target.model.config
+    shape, target = draft_data.shape, draft_data.target.model.config
     assert isinstance(shape, DraftShape)
-    dtype, images = str(lessons.target.model.dtype).removeprefix("torch."), lessons.images
+    dtype, images = str(draft_data.target.model.dtype).removeprefix("torch."), draft_data.images
     layer = {
         "model_type": "llama",
-        "vocab_size": len(lessons.head),
+        "vocab_size": len(draft_data.head),
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": 1,
@@ -390,7 +394,7 @@ def _eagle3(lessons: Lessons) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": eagle3.STEPS}],
             "verifier": {
-                "name_or_path": hub.display_path(lessons.target.path),
+                "name_or_path": hub.display_path(draft_data.target.path),
                 "architectures": list(target.architectures or []),
             },
         },

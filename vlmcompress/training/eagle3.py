@@ -105,7 +105,7 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DraftSample:
     """The training data of one sample, whose context has R rows: one for each of the sample's tokens but the last, or fewer.
 
     Attributes:
@@ -130,7 +130,7 @@ class Lesson:
     image: Tensor | None = None
 
 
-def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, steps: int = STEPS) -> list[Tensor]:
+def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, sample: DraftSample, steps: int = STEPS) -> list[Tensor]:
     """The draft's logits at the answer positions, after guessing 1, 2, ..., `steps` tokens in a row.
 
     Returns:
@@ -138,16 +138,17 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, lesson: Lesson, st
         states s + 1 positions before.
     """
     # The paper's training-time test: pass s reads the output of pass s - 1, shifted by one row, as drafting does.
-    begin, count = lesson.begin, len(lesson.logits)
+    begin, count = sample.begin, len(sample.logits)
     start = max(0, begin - steps + 1)  # first row whose hidden states later passes need
-    hidden, embeds = linear(lesson.taps, tensors["fc.weight"]), lesson.embeds  # g_t of the docstring, and e_{t+1}
-    if lesson.image is not None:
-        embeds = embeds + linear(lesson.image, tensors[VECTOR])
+    hidden = linear(sample.taps, tensors["fc.weight"])  # g_t of the docstring
+    embeds = sample.embeds  # e_{t+1}
+    if sample.image is not None:
+        embeds = embeds + linear(sample.image, tensors[VECTOR])
     past: list[tuple[Tensor, Tensor]] = []
     logits = []
     for step in range(steps):
         rows = slice(0, None) if step == 0 else slice(start, None)
-        normed, output = _pass(tensors, shape, embeds[rows], hidden, lesson.positions[rows], past, start)
+        normed, output = _pass(tensors, shape, embeds[rows], hidden, sample.positions[rows], past, start)
         logits.append(linear(normed[begin - start : begin - start + count], tensors["lm_head.weight"]))
         hidden = torch.cat([output[:1], output[:-1]])  # the first row has no predecessor and is not used
     return logits
@@ -241,31 +242,31 @@ def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def loss(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
+def loss(logits: Sequence[Tensor], sample: DraftSample) -> Tensor:
     """KL divergence in nats of the draft's distributions from the target's, a scalar averaged over positions and weighted
     steps.
 
     Both distributions are over the draft's tokens.
     """
-    target = lesson.logits.log_softmax(-1)
+    target = sample.logits.log_softmax(-1)
     each = [(target.exp() * (target - guess.log_softmax(-1))).sum(-1).mean() for guess in logits]
     weights = [LATER**step for step in range(len(each))]
     return sum(w * value for w, value in zip(weights, each, strict=True)) / sum(weights)  # type: ignore[return-value]
 
 
-def accepted(logits: Sequence[Tensor], lesson: Lesson) -> Tensor:
+def accepted(logits: Sequence[Tensor], sample: DraftSample) -> Tensor:
     """Number of guesses that greedy decoding accepts, by step, float64 `[1 + steps]`; the first entry is the number of chains.
 
     A guess is accepted if it and all earlier guesses of its chain equal the target's tokens. A chain starts at each answer
     position where all steps have a target.
     """
-    count, steps = len(lesson.spoken), len(logits)
+    count, steps = len(sample.spoken), len(logits)
     rows = max(0, count - steps + 1)
     sums = torch.zeros(1 + steps, dtype=torch.float64)
     sums[0] = rows
-    good = torch.ones(rows, dtype=torch.bool, device=lesson.spoken.device)
+    good = torch.ones(rows, dtype=torch.bool, device=sample.spoken.device)
     for step, guess in enumerate(logits):
         # A chain ends at its first wrong guess: a cumulative product over the steps.
-        good = good & (guess.argmax(-1) == lesson.spoken)[step : step + rows]
+        good = good & (guess.argmax(-1) == sample.spoken)[step : step + rows]
         sums[1 + step] = good.sum()
     return sums

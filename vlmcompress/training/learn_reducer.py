@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +227,8 @@ class _Training:
 
     def _chosen(self, values: Tensor, features: Tensor, grid: Grid, keep: float) -> tuple[Tensor, Tensor]:
         """The tokens kept for their score, and those kept to cover the image."""
-        options = learned.Options(keep=keep)
-        return learned.choose(values, features, options.budget(grid), options.cover)
+        reducer = learned.Learned(keep)
+        return learned.choose(values, features, reducer.budget(grid), reducer.cover)
 
     @torch.no_grad()
     def _measured(self, gates: Sequence[Gate]) -> float:
@@ -244,15 +244,15 @@ class _Training:
         rows: list[Tensor] = []
         grids: set[Grid] = set()
 
-        def look(features: Tensor, grid: Grid) -> Tensor:
+        def note(features: Tensor, grid: Grid) -> Tensor:
             rows.append(features.float().cpu())
             grids.add(grid)
             return features.new_ones(len(features), dtype=torch.float32)
 
         for index in itertools.islice(self._progress(range(self.first)), MEASURED):
-            self.gated.gate = look
+            self.gated.gate = note
             distillation.gated_logits(self.vlm, self.batches[index])
-        if all(too_small(learned, grid, learned.Options(keep=self.settings.keep)) for grid in grids):
+        if all(too_small(learned.Learned(self.settings.keep), grid) for grid in grids):
             most = max(map(math.prod, grids))
             raise UserError(
                 f"--keep {self.settings.keep:g} of these images, of at most {most} tokens, is less than one, so they would be "
@@ -268,10 +268,10 @@ class _Training:
 
 def _chosen_by(name: str, keep: float) -> Gate:
     """The gate that keeps the tokens of another reducer."""
-    method = REGISTRY.get(name)
+    reducer = replace(REGISTRY.get(name), keep=keep)
 
     def gate(features: Tensor, grid: Grid) -> Tensor:
-        kept = reduce(method, Signals(grid, features=features), method.Options(keep=keep)).anchor
+        kept = reduce(reducer, Signals(grid, features=features)).anchor
         return torch.zeros(len(features), device=features.device).index_fill(0, kept, 1.0)
 
     return gate

@@ -8,7 +8,7 @@ the target itself predicts there:
 A guess does not depend on earlier guesses. All heads share one output head, over the draft's own vocabulary. This is the form
 that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes each head's most likely token instead of a tree. vLLM
 0.33 has removed Medusa: this file can be deleted when support for 0.32 ends, with everything that names it
-(`plugin/_mended.py`, the branches for the kind in `draft`, `draft_lessons`, `draft_write` and `draft_folder`).
+(`plugin/_fixes.py`, the branches for the kind in `draft`, `draft_data`, `draft_write` and `draft_folder`).
 Cost: a hidden-size matrix product per guess, besides the output head. Loses: dependence on earlier guesses.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from vlmcompress.export import draft_tensors
-from vlmcompress.training.eagle3 import STEPS, Lesson
+from vlmcompress.training.eagle3 import STEPS, DraftSample
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ def config(shape: Any, words: int, model: Any) -> dict[str, Any]:
     }
 
 
-def guesses(tensors: Mapping[str, Tensor], lesson: Lesson) -> list[Tensor]:
+def guesses(tensors: Mapping[str, Tensor], sample: DraftSample) -> list[Tensor]:
     """The logits of each head at the answer positions.
 
     Returns:
         For each head s the logits `[n, vocabulary]` for the token at each answer position, predicted from the target's hidden
         state s + 1 positions before.
     """
-    count = len(lesson.logits)
+    count = len(sample.logits)
     logits = []
     for step in range(STEPS):
         # `last` begins STEPS positions before the first answer position, and head s reads s + 1 positions before its guess.
-        states = lesson.last[STEPS - step - 1 :][:count]
+        states = sample.last[STEPS - step - 1 :][:count]
         states = states + silu(linear(states, tensors[f"blocks.{step}.layers.0.weight"]))
         logits.append(linear(states, tensors["lm_head.weight"]))
     return logits

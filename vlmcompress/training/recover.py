@@ -70,7 +70,7 @@ def _recovered(
             f"{recipe.model} is quantized already; recover the 16-bit original, then quantize what that gives"
         )
     plan = make_plan(recipe)
-    merges = recipe.reduce is not None and hasattr(recipe.reduce.module, "merge")
+    merges = recipe.reduce is not None and recipe.reduce.reducer.MERGES
     if merges and "tower" in training.train:
         raise UserError(
             f"--train tower: {recipe.reduce} merges tokens within the tower, where no gradient passes; leave it out"

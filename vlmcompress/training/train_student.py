@@ -211,7 +211,7 @@ class Trained:
             for name, master in self.masters.items():
                 parameter = self.model.get_parameter(name).requires_grad_()
                 stack.callback(parameter.requires_grad_, False)
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._handing(master)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._gradient_mover(master)).remove)
             stack.enter_context(lora.attached(self.model, self.adapters))
             yield
 
@@ -221,16 +221,16 @@ class Trained:
         for name, master in self.masters.items():
             self.model.get_parameter(name).copy_(master)
 
-    def _handing(self, master: Tensor) -> Callable[[Tensor], None]:
+    def _gradient_mover(self, master: Tensor) -> Callable[[Tensor], None]:
         """A hook that moves a parameter's gradient to its master."""
 
-        def hand(parameter: Tensor) -> None:
+        def move(parameter: Tensor) -> None:
             assert parameter.grad is not None
             grad = parameter.grad.float()
             master.grad = grad if master.grad is None else master.grad + grad
             parameter.grad = None
 
-        return hand
+        return move
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

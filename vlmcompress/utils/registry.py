@@ -173,7 +173,7 @@ def _literals(body: Sequence[ast.stmt]) -> dict[str, Any]:
 
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.
 SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
-REDUCERS = Registry("vlmcompress.reduction.methods", "reducer")
+REDUCERS = Registry("vlmcompress.reduction.methods", "reducer", entry="REDUCER")
 FORMATS = Registry("vlmcompress.export.formats", "format")
 FAMILIES = Registry("vlmcompress.models.families", "model family")
 LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")

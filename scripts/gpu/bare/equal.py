@@ -147,8 +147,8 @@ def reducers(tiny: bool) -> dict[str, dict[str, Any]]:
     images["gpu"] = moved(images["gpu"], measure.device())
 
     def row(name: str) -> dict[str, Any]:
-        method, options = made.reducer(name, width)
-        kept = {key: made.reduced(method, options, image).anchor.cpu() for key, image in images.items()}
+        reducer = made.reducer(name, width)
+        kept = {key: made.reduced(reducer, image).anchor.cpu() for key, image in images.items()}
         both = torch.isin(kept["cpu"], kept["gpu"]).sum().item()
         share = both / max(len(kept["cpu"]), len(kept["gpu"]))
         figures = {"kept": len(kept["cpu"]), "equal": round(share, 4)}

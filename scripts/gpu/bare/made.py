@@ -69,15 +69,15 @@ def statistics(x: Tensor, mask: Tensor, needs: Iterable[str]) -> Any:
     return stats
 
 
-def reducer(name: str, width: int) -> tuple[Any, Any]:
-    """A reducer's module, and options that keep half of the tokens and run on signals alone."""
+def reducer(name: str, width: int) -> Any:
+    """A reducer that keeps half of the tokens and runs on signals alone."""
     from vlmcompress.reduction.methods import REGISTRY, learned
 
-    module = REGISTRY.get(name)
+    default = REGISTRY.get(name)
     network = learned.Network(learned.initial(torch.zeros(width), torch.ones(width), hidden=64, seed=0))
     chosen = {"keep": 0.5, "thresholds": (0.6,) * LAYERS, "network": network, "level": 0.6}
-    fields = {field.name for field in dataclasses.fields(module.Options)}
-    return module, module.Options(**{key: value for key, value in chosen.items() if key in fields})
+    fields = {field.name for field in dataclasses.fields(default)}
+    return dataclasses.replace(default, **{key: value for key, value in chosen.items() if key in fields})
 
 
 def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: int = 0) -> Any:
@@ -105,15 +105,15 @@ def signals(grid: tuple[int, int, int], width: int, device: torch.device, seed: 
     )
 
 
-def reduced(module: Any, options: Any, image: Any) -> Any:
+def reduced(reducer: Any, image: Any) -> Any:
     """The reduction of an image by a method; by one that merges in the encoder's layers, in `LAYERS` of these."""
     from vlmcompress.reduction import methods
 
-    if hasattr(module, "reduce"):
-        return methods.reduce(module, image, options)
+    if not reducer.MERGES:
+        return methods.reduce(reducer, image)
     merged = methods.Reduction.identity(image.n, image.device)
     for layer in range(LAYERS):
         left = {name: merged.apply(getattr(image, name)) for name in ("features", "keys", "saliency", "windowed")}
         now = dataclasses.replace(image, merged=merged, **left)
-        merged = merged.then(methods.merge(module, now, options, layer, LAYERS))
+        merged = merged.then(methods.merge_layer(reducer, now, layer, LAYERS))
     return merged

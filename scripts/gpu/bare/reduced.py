@@ -42,23 +42,23 @@ def next_to_encoder(place: Place) -> dict[str, Any]:
     images = [made.signals(grid, width, device, seed) for seed in range(4)]
 
     def row(name: str) -> dict[str, Any]:
-        method, options = made.reducer(name, width)
+        reducer = made.reducer(name, width)
 
         def call(count: int) -> None:
             batch = [images[number % len(images)] for number in range(count)]
-            if hasattr(method, "reduce"):
-                reduce_all(method, batch, options, check=False)  # as vLLM's plugin does: all images of a call at once
+            if not reducer.MERGES:
+                reduce_all(reducer, batch, check=False)  # as vLLM's plugin does: all images of a call at once
             else:
                 for image in batch:
-                    made.reduced(method, options, image)
+                    made.reduced(reducer, image)
 
         def milliseconds() -> dict[int, float]:
             return {count: round(1000 * measure.seconds(lambda: call(count), 3), 3) for count in encoder}  # noqa: B023
 
         _selecting.kernels.cache_clear()
         figures = measure.counts(lambda: call(1)) | {
-            "stage": method.STAGE,
-            "served": method.SERVED,
+            "stage": reducer.STAGE,
+            "served": reducer.SERVED,
             "ms": milliseconds(),
         }
         if _selecting.kernels.cache_info().currsize:  # it has asked for kernels

@@ -15,7 +15,7 @@ from tests.kit.report_files import NAMES, Balanced
 from vlmcompress.cli import report as options
 from vlmcompress.evaluation.report import comparison, files
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import card_section
+from vlmcompress.evaluation.report.text import markdown
 from vlmcompress.evaluation.results import Results, load_results
 from vlmcompress.utils.errors import UserError
 
@@ -146,9 +146,9 @@ def test_recovery_of_several_precisions_in_a_table(tmp_path: Path) -> None:
     assert "| weights, times smaller |" in text and "| times faster |" in text
 
 
-def test_recovery_in_a_card() -> None:
+def test_recovery_in_a_report() -> None:
     results = make_results()
     overall = results.suites[0].overall
-    section = card_section(Findings(results)).split("### Recovery")[1].split("###")[0]
+    section = markdown(Findings(results)).split("## Recovery")[1].split("##")[0]
     assert f"| {100 * overall.candidate / overall.baseline:.1f}% |" in section and " to " in section
     assert "| weights |" in section

@@ -41,7 +41,7 @@ def ran(family: str, chosen: ReducerChoice | None, images: int) -> tuple[int, in
     hooks = [module.register_forward_hook(count) for module in linears]
     inputs = encode_prompt(Sample("x", [Image.new("RGB", SIZE)] * images, "hm"), model)
     inputs["pixel_values"] = inputs["pixel_values"].to(model.model.dtype)
-    attached = attach(model, chosen.method, chosen.options) if chosen else None
+    attached = attach(model, chosen) if chosen else None
     cache = DynamicCache(config=model.model.config.get_text_config())  # Granite 4 Vision's class returns none
     try:
         model.model(**inputs, past_key_values=cache, use_cache=True)
@@ -110,7 +110,7 @@ def test_the_prompt_of_every_family(name, images):
     [
         *itertools.product(
             ["llava", "qwen2-5-vl", "internvl"],
-            ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1", "pyramiddrop:0.7,stages=2"],
+            ["dart:0.3", "uniform:1/2", "fastv:0.3,layer=1"],
             [1],
         ),
         *itertools.product(["gemma3", "lfm2-vl"], ["uniform:1/2"], [2]),
@@ -123,7 +123,7 @@ def test_reduced_as_the_model_is(name, text, images):
     cost = planned.reduced[str(chosen)]
     cache, linear, length = ran(name, chosen, images)
     blocks = prompt_cost.Decoder(vlm(name).model, 2).blocks
-    inside = chosen.method in ("fastv", "pyramiddrop")  # before the last of two blocks
+    inside = chosen.method == "fastv"  # before the last of two blocks
     lengths = [length if inside else cost.prompt] + [cost.prompt] * (len(blocks) - 1)
     assert [count + planned.text for count in cost.blocks] == lengths and cost.differs == inside
     assert cost.visual < planned.full.visual and cost.prompt == cost.visual + planned.text
@@ -170,13 +170,13 @@ def test_the_table(capfd):
 
 
 def test_blocks_that_see_different_counts_are_shown(capfd):
-    arguments = ["check", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "pyramiddrop:0.75,stages=2"]
+    arguments = ["check", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "fastv:0.5,layer=1"]
     assert cli.main([*arguments, "--reduce", "dart:0.5"]) == 0
     text = capfd.readouterr().out
-    assert "\npyramiddrop:0.75,stages=2: 16 visual tokens from block 0 on, 8 from block 1 on\n" in text
+    assert "\nfastv:0.5,layer=1: 16 visual tokens from block 0 on, 8 from block 1 on\n" in text
     assert text.count("from block") == 2
     assert cli.main([*arguments, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["reduced"]["pyramiddrop:0.75,stages=2"]["blocks"] == [16, 8]
+    assert json.loads(capfd.readouterr().out)["reduced"]["fastv:0.5,layer=1"]["blocks"] == [16, 8]
 
 
 def test_an_image_that_the_processor_refuses():

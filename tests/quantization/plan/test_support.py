@@ -15,7 +15,7 @@ from vlmcompress import cli
     [
         (
             "llava",
-            ["decoder, vision tower, output head", "in vLLM and transformers: .*tome.*fastv", "vLLM .*llama.cpp"],
+            ["decoder, vision tower, output head", "in vLLM and transformers: .*dymu.*fastv", "vLLM .*llama.cpp"],
         ),
         ("gemma4-unified", ["in 16 bits: vision tower", "by no method", "vLLM .*transformers"]),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,8 +9,6 @@ from tests.kit import reference
 from tests.kit.attached_cases import FAMILIES, INSIDE, given, recorded
 from tests.kit.reduction_data import NONE, ONE, TWO, encode, tiny
 from vlmcompress.reduction.hooks import attach
-from vlmcompress.reduction.methods import REGISTRY
-from vlmcompress.reduction.support import reads_encoder
 
 pytestmark = pytest.mark.representatives
 
@@ -34,7 +30,7 @@ def eager(vlm, inputs, part: str):
     return attention["maps"]
 
 
-@pytest.mark.parametrize("method", ["visionzip", "vscan", "scope"])
+@pytest.mark.parametrize("method", ["visionzip", "vscan"])
 def test_encoder(method, monkeypatch):
     vlm = tiny("llava")
     inputs = encode(vlm, ONE, TWO)
@@ -58,26 +54,6 @@ def test_encoder(method, monkeypatch):
         else:
             expected = states[-2][number, 1:]
         torch.testing.assert_close(signals.features, expected)
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llava"])
-def test_methods_that_take_attention_do_without_where_there_is_none(family, monkeypatch):
-    vlm, calls = tiny(family), recorded(monkeypatch)
-    with attach(vlm, "scope", {"keep": 0.4}):
-        vlm.model(**encode(vlm, ONE, TWO))
-    assert calls and all(signals.saliency is None and signals.features is not None for signals in calls)
-
-
-def test_attention_is_taken_only_where_the_model_has_it_and_the_method_reads_it():
-    spec, config = tiny("llava").spec, copy.deepcopy(tiny("llava").model.config)
-    names = ("scope", "cdpruner", "uniform", "fastv", "litevlm", "vscan", "visionzip")
-    heard = {name for name in names if reads_encoder(spec, config, REGISTRY.get(name))}
-    assert heard == {"scope", "vscan", "visionzip"}
-    config.vision_feature_select_strategy = "full"
-    assert not reads_encoder(spec, config, REGISTRY.get("scope"))
-    config = copy.deepcopy(tiny("llava").model.config)
-    config.vision_config.model_type = "siglip_vision_model"
-    assert not reads_encoder(spec, config, REGISTRY.get("scope"))
 
 
 @pytest.mark.parametrize("family", INSIDE)

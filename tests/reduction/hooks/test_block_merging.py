@@ -21,7 +21,7 @@ from vlmcompress.utils.errors import UserError
 pytestmark = pytest.mark.representatives
 
 FAMILIES = ["internvl", "idefics3", "gemma3"]
-CASES = [("tome", {"keep": 0.4}), ("dymu", {"thresholds": (0.2, 0.25)})]
+THRESHOLDS = (0.2, 0.25)
 SIDE, BLOCKS = 2, 4  # patches along a block, blocks along a picture
 
 
@@ -31,20 +31,13 @@ def place(block: int, part: int) -> int:
     return row * BLOCKS * SIDE + column
 
 
-def pairs(method: str, options: dict, layer: int, layers: int, best: torch.Tensor, n: int) -> int:
-    """How many of the cosines `best` merge in a layer."""
-    if method == "dymu":
-        return min(int((best > options["thresholds"][layer]).sum()), n // 2)
-    return -(-(n - round(BLOCKS**2 * options["keep"])) // (layers - layer))
-
-
 def key(keys: torch.Tensor, groups: list[list[int]], number: int, aside: int) -> torch.Tensor:
     """What blocks are compared by: the patches' keys, mean over heads, one after another."""
     parts = [keys[aside + place(groups[number][0], part)].view(4, -1).mean(0) for part in range(SIDE**2)]
     return torch.cat(parts)
 
 
-def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tuple[torch.Tensor, list[list[int]]]:
+def encoded(vlm: VLM, picture: torch.Tensor, options: dict) -> tuple[torch.Tensor, list[list[int]]]:
     """The encoder's output `[rows, d]` for a picture `[3, h, w]`, and the blocks that each token left stands for."""
     tower = vlm.model.get_submodule(vlm.spec.vision[0])
     layers = vlm.model.get_submodule(vlm.spec.vision_layers)
@@ -60,7 +53,7 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
         rows = torch.stack([key(keys, groups, image_index, aside) for image_index in range(len(groups))])
         rows = torch.nn.functional.normalize(rows, dim=-1)
         best, partner = (rows[::2] @ rows[1::2].T).max(1)
-        count = pairs(method, options, number, len(layers), best, len(groups))
+        count = min(int((best > options["thresholds"][number]).sum()), len(groups) // 2)
         for pair in best.argsort(descending=True)[:count].tolist():
             into = 2 * int(partner[pair]) + 1
             groups[into], groups[2 * pair] = groups[into] + groups[2 * pair], []
@@ -82,13 +75,13 @@ def parts_of(layer: torch.nn.Module) -> tuple:
 
 
 @contextlib.contextmanager
-def looped(vlm: VLM, method: str, options: dict):
+def looped(vlm: VLM, options: dict):
     """The model with the loop's rows after its encoder; gives the groups of blocks of each picture."""
     groups_by_picture: list[list[list[int]]] = []
 
     def run(module, args, kwargs, output):
         pictures = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
-        results = [encoded(vlm, picture, method, options) for picture in pictures]
+        results = [encoded(vlm, picture, options) for picture in pictures]
         groups_by_picture[:] = [groups for _, groups in results]
         output.last_hidden_state = torch.stack([rows for rows, _ in results])
         return output
@@ -101,13 +94,12 @@ def looped(vlm: VLM, method: str, options: dict):
         hook.remove()
 
 
-@pytest.mark.parametrize(("method", "options"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_every_patch_in_its_place(family, method, options):
+def test_equals_every_patch_in_its_place(family):
     """The loop's rows after the model's own shuffle and projector, of each token left all but one hidden."""
     vlm = wide(family)
     inputs = encode(vlm, ONE, TWO, NONE)
-    units, embeds, groups = reference.compare_with_loop(vlm, inputs, method, options, looped)
+    units, embeds, groups = reference.compare_with_loop(vlm, inputs, "dymu", {"thresholds": THRESHOLDS}, looped)
     assert len(groups) == len(units) > 2
     for unit, expected in zip(units, groups, strict=True):
         rows, target = embeds[unit.row, unit.columns], unit.reduction.target.tolist()
@@ -116,28 +108,26 @@ def test_equals_every_patch_in_its_place(family, method, options):
         assert mine == [{*group} for group in expected]
         assert unit.reduction.anchor.tolist() == [group[0] for group in expected]  # what others were merged into
     counts = {len(unit.reduction.anchor) for unit in units}
-    assert counts == {6} if method == "tome" else len(counts) > 1  # else padding is not tested
+    assert len(counts) > 1  # else padding is not tested
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("method", "options"), [("tome", {"keep": 1}), ("dymu", {"thresholds": (1.0, 1.0)}), ("dymu", {"keep": 1})]
-)
+@pytest.mark.parametrize("options", [{"thresholds": (1.0, 1.0)}, {"thresholds": (0.0, 0.0), "keep": 1}])
 @pytest.mark.parametrize("family", [*FAMILIES, "llava"])
-def test_nothing_merged_changes_no_bit(family, method, options, dtype):
+def test_nothing_merged_changes_no_bit(family, options, dtype):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
     inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     try:
         plain = vlm.model.to(dtype)(**inputs).logits
-        with attach(vlm, method, {"thresholds": (0.0, 0.0)} | options if method == "dymu" else options):
+        with attach(vlm, "dymu", options):
             assert torch.equal(vlm.model(**inputs).logits, plain)
     finally:
         tiny.cache_clear()
 
 
 def test_a_shorter_encoder_really_runs():
-    """Every layer's MLP and the next layer's attention see what is left: 4 patches of each of 16, 12 and 8 blocks, and CLS."""
+    """Every layer's MLP and the next layer's attention see what is left: 4 patches of each of 16, 8 and 4 blocks, and CLS."""
     vlm, lengths = wide("internvl"), []
     hooks = [
         module.register_forward_hook(lambda module, args, output: lengths.append(output.shape[-2]))
@@ -145,12 +135,12 @@ def test_a_shorter_encoder_really_runs():
         for module in (layer.attention.k_proj, layer.mlp)
     ]
     try:
-        with attach(vlm, "tome", {"keep": 0.5}):
+        with attach(vlm, "dymu", {"thresholds": (-1.0, -1.0)}):
             vlm.model(**encode(vlm, ONE))
     finally:
         for hook in hooks:
             hook.remove()
-    assert lengths == [1 + 64, 1 + 48, 1 + 48, 1 + 32]
+    assert lengths == [1 + 64, 1 + 32, 1 + 32, 1 + 16]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +150,7 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     batches = [encode(vlm, prompt) for prompt in (ONE, TWO, NONE)]
     learned = learning.learn_thresholds(vlm, batches, choice.parse_reducer("dymu:0.5"))
     kept = learning.count_kept(vlm, batches, learned)
-    assert len(learned.options.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
+    assert len(learned.reducer.thresholds) == 2 and abs(sum(kept) / len(kept) - 8) < 0.5 and len(set(kept)) > 1
     counts = []
     with attach(vlm, learned) as attached:
         for inputs in batches[:2]:
@@ -170,7 +160,7 @@ def test_thresholds_are_learnt_and_belong_to_one_model(family, tmp_path):
     threshold_file.save_thresholds(file, vlm, learned, [8], {"source": "here"})
     named = choice.parse_reducer(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
-        assert attached.options.thresholds == learned.options.thresholds
+        assert attached.reducer.thresholds == learned.reducer.thresholds
     with pytest.raises(UserError, match="another model.*its encoder has image_size"):
         attach(tiny(family), named)
 
@@ -193,14 +183,12 @@ def test_counts_from_pixels_are_met_exactly(family):
 
 def test_refused():
     vlm = wide("internvl")
-    with pytest.raises(UserError, match="keep=0.1 of 16 tokens is out of reach: 2 layers.*keep=0.25"):
-        attach(vlm, "tome", {"keep": 0.1})
     vlm.model.config.vision_feature_layer = -2
     try:
         with pytest.raises(
             UserError, match="leaves out encoder layers; use a method of stage 'projected', for example divprune"
         ):
-            attach(vlm, "tome")
+            attach(vlm, "dymu", {"thresholds": THRESHOLDS})
     finally:
         vlm.model.config.vision_feature_layer = -1
 
@@ -209,5 +197,5 @@ def test_padding_within_a_picture_is_refused():
     vlm = tiny("idefics3")
     inputs = encode(vlm, ONE)
     inputs["pixel_attention_mask"][:, 0, :, -14:] = 0
-    with attach(vlm, "tome"), pytest.raises(UserError, match="padding within"):
+    with attach(vlm, "dymu", {"thresholds": THRESHOLDS}), pytest.raises(UserError, match="padding within"):
         vlm.model(**inputs)

@@ -110,9 +110,9 @@ def test_a_second_turn_sees_the_first():
 
 def test_parts_and_attention_that_takes_no_mask():
     images = [(3, 4), (8, 4), (12, 4), (17, 4)]
-    assert pevlm.parts(images, 30, pevlm.Options(sink=1, frames=2)) == [7, 9, 5, 9]
-    assert pevlm.parts(images, 30, pevlm.Options(sink=0, frames=3)) == [3, 13, 5, 9]
-    assert pevlm.parts(images, 21, pevlm.Options(sink=9)) == [21, 0]
+    assert pevlm.PEVLM(sink=1, frames=2).attention_parts(images, 30) == [7, 9, 5, 9]
+    assert pevlm.PEVLM(sink=0, frames=3).attention_parts(images, 30) == [3, 13, 5, 9]
+    assert pevlm.PEVLM(sink=9).attention_parts(images, 21) == [21, 0]
     vlm = tiny("llava")
     vlm.model.set_attn_implementation("eager")
     try:

@@ -20,13 +20,7 @@ from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
 
-CASES = [
-    ("llava", "tome", {"keep": 0.4}),
-    ("llava", "dymu", {"thresholds": (0.3, 0.4)}),
-    ("siglip", "tome", {"keep": 0.4}),
-    ("llava-next", "tome", {"keep": 0.6}),
-    ("llava-next", "dymu", {"thresholds": (0.3, 0.4)}),
-]
+THRESHOLDS = (0.3, 0.4)
 
 
 @functools.cache
@@ -46,14 +40,6 @@ def model(family: str) -> VLM:
     return dataclasses.replace(vlm, model=built)
 
 
-def pairs(method: str, options: dict, left: int, best: torch.Tensor, n: int) -> int:
-    """How many of the cosines `best` merge in a layer when `left` layers do, it among them."""
-    if method == "dymu":
-        return min(int((best > options["thresholds"][-left]).sum()), n // 2)
-    count = round(16 * options["keep"])  # of 4x4 patches
-    return -(-(n - count) // left)
-
-
 def attended(attention: torch.nn.Module, states: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """What `attention` makes of `states [rows, c]` when each row is there `sizes` times, and its keys, mean over heads."""
     parts = [linear(states) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -63,7 +49,7 @@ def attended(attention: torch.nn.Module, states: torch.Tensor, sizes: list[int])
     return attention.out_proj(torch.einsum("hqk,khd->qhd", weights, copied).flatten(1)), key.mean(1)
 
 
-def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tuple[torch.Tensor, int]:
+def encoded(vlm: VLM, picture: torch.Tensor, options: dict) -> tuple[torch.Tensor, int]:
     """Features `[patches, c]` of a picture `[3, h, w]`, each patch with its row's, and how many rows."""
     tower, aside = vlm.model.model.vision_tower, int(vlm.model.config.vision_feature_select_strategy == "default")
     states = tower.embeddings(picture[None])[0]
@@ -78,7 +64,7 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
         rows = torch.nn.functional.normalize(keys[aside:], dim=-1)
         best, partner = (rows[::2] @ rows[1::2].T).max(1)
         totals = [row * len(group) for row, group in zip(states[aside:], groups, strict=True)]
-        count = pairs(method, options, len(layers) - number, best, len(groups))
+        count = min(int((best > options["thresholds"][number]).sum()), len(groups) // 2)
         for pair in best.argsort(descending=True)[:count].tolist():
             into = 2 * int(partner[pair]) + 1
             totals[into] = totals[into] + totals[2 * pair]
@@ -94,12 +80,12 @@ def encoded(vlm: VLM, picture: torch.Tensor, method: str, options: dict) -> tupl
 
 
 @contextlib.contextmanager
-def looped(vlm: VLM, method: str, options: dict):
+def looped(vlm: VLM, options: dict):
     """The model with the loop's features before its projector; gives how many rows each picture has."""
     base, features, counts = vlm.model.model, [], []
 
     def run(module, args):
-        images = [encoded(vlm, picture, method, options) for picture in args[0]]
+        images = [encoded(vlm, picture, options) for picture in args[0]]
         features[:] = [rows for rows, _ in images]
         counts[:] = [rows for _, rows in images]
 
@@ -114,19 +100,19 @@ def looped(vlm: VLM, method: str, options: dict):
             hook.remove()
 
 
-@pytest.mark.parametrize(("family", "method", "options"), CASES)
-def test_equals_layers_in_a_loop(family, method, options):
+@pytest.mark.parametrize("family", ["llava", "siglip", "llava-next"])
+def test_equals_layers_in_a_loop(family):
     """The loop's rows, placed by the model's own code, of each row all but one hidden."""
-    vlm = model(family)
+    vlm, thresholds = model(family), (*THRESHOLDS, 0.4)[: 3 if family == "siglip" else 2]  # of each layer that is used
     inputs = encode(vlm, ONE, TWO, NONE)
-    units, embeds, counts = reference.compare_with_loop(vlm, inputs, method, options, looped)
+    units, embeds, counts = reference.compare_with_loop(vlm, inputs, "dymu", {"thresholds": thresholds}, looped)
     for unit in units:
         rows, result = embeds[unit.row, unit.columns], unit.reduction
         assert torch.equal(rows, rows[result.anchor][result.target])
         assert len(rows.unique(dim=0)) == len(result.anchor)
     if family != "llava-next":
         assert [len(unit.reduction.anchor) for unit in units] == counts
-        assert method == "tome" or len(set(counts)) > 1  # else padding is not tested
+        assert len(set(counts)) > 1  # else padding is not tested
 
 
 def test_a_shorter_encoder_really_runs():
@@ -140,28 +126,25 @@ def test_a_shorter_encoder_really_runs():
         for module in (layer.self_attn.k_proj, layer.mlp)
     ]
     try:
-        with attach(vlm, "tome", {"keep": 0.5}):
+        with attach(vlm, "dymu", {"thresholds": (-1.0, -1.0)}):
             vlm.model(**encode(vlm, ONE))
     finally:
         for hook in hooks:
             hook.remove()
-    assert lengths == [1 + 16, 1 + 12, 1 + 12, 1 + 8]
+    assert lengths == [1 + 16, 1 + 8, 1 + 8, 1 + 4]
 
 
 def test_refused():
     vlm = tiny("llava")
-    with pytest.raises(UserError, match="keep=0.1 of 16 tokens is out of reach: 2 layers.*keep=0.25"):
-        attach(vlm, "tome", {"keep": 0.1})
-    attach(vlm, "tome", {"keep": 0.25}).detach()
     vlm.model.model.vision_tower.set_attn_implementation("eager")
     try:
         with pytest.raises(UserError, match="attn_implementation='sdpa'"):
-            attach(vlm, "tome")
+            attach(vlm, "dymu", {"thresholds": THRESHOLDS})
     finally:
         vlm.model.model.vision_tower.set_attn_implementation("sdpa")
     vlm.model.config.vision_feature_select_strategy = "full"
     try:
         with pytest.raises(UserError, match="features 'full'"):
-            attach(vlm, "tome")
+            attach(vlm, "dymu", {"thresholds": THRESHOLDS})
     finally:
         vlm.model.config.vision_feature_select_strategy = "default"

@@ -7,9 +7,10 @@ import torch
 
 from tests.kit.attached_cases import DENSE
 from tests.kit.inputs import encode
+from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.hooks.gated import Gated
-from vlmcompress.reduction.methods import REGISTRY, Signals, learned
+from vlmcompress.reduction.methods import Signals, learned
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
@@ -25,7 +26,7 @@ def network(vlm):
 
 
 def options(vlm):
-    return learned.Options(keep=KEEP, network=network(vlm))
+    return learned.Learned(keep=KEEP, network=network(vlm))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +34,7 @@ def test_what_is_kept(family, loaded):
     """The network sees the rows that the language model would get."""
     vlm = loaded(family)
     batch = encode(vlm, 1)
-    with torch.no_grad(), attach(vlm, "learned", options(vlm)) as attached:
+    with torch.no_grad(), attach(vlm, ReducerChoice("learned", options(vlm))) as attached:
         vlm.model(**batch)
         assert attached.reduced_units
         assert all(
@@ -53,11 +54,11 @@ def test_gates_are_what_dropping_is(family, loaded):
     vlm.model.double()
     try:
         batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-        with torch.no_grad(), attach(vlm, "learned", chosen):
+        with torch.no_grad(), attach(vlm, ReducerChoice("learned", chosen)):
             expected = vlm.model(**batch).logits[:, -1]
 
         def gate(features, grid):
-            kept = REGISTRY.get("learned").reduce(Signals(grid, features=features), chosen).anchor
+            kept = chosen.reduce(Signals(grid, features=features)).anchor
             return torch.zeros(len(features)).index_fill(0, kept, 1.0)
 
         with torch.no_grad(), Gated(vlm) as gated:

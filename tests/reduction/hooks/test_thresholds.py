@@ -13,10 +13,9 @@ from tests.kit.reduction_data import vlm as loaded
 from vlmcompress import cli
 from vlmcompress.reduction import choice, threshold_file
 from vlmcompress.reduction.hooks import attach, learning
-from vlmcompress.reduction.methods import REGISTRY, Merger, fit_counter, tome
+from vlmcompress.reduction.methods import Merger, fit_counter
+from vlmcompress.reduction.methods.dymu import DyMU, schedule
 from vlmcompress.utils.errors import UserError
-
-DYMU = REGISTRY.get("dymu")
 
 
 def batches(vlm, images: int) -> list[dict[str, torch.Tensor]]:
@@ -31,7 +30,7 @@ def slow_learn(vlm, inputs, keep):
     levels = []
     for pixels in inputs:
         states = tower.pre_layrnorm(tower.embeddings(pixels))
-        merger = Merger(DYMU, DYMU.Options(thresholds=(1.0, 1.0)), [(1, 4, 4)] * len(pixels), 2, aside=1)
+        merger = Merger(DyMU(thresholds=(1.0, 1.0)), [(1, 4, 4)] * len(pixels), 2, aside=1)
         taus = []
         for number, layer in enumerate(tower.encoder.layers[:2]):
             normed = layer.layer_norm1(states)
@@ -42,9 +41,9 @@ def slow_learn(vlm, inputs, keep):
                 rows = keys[image, 1 : 1 + len(merged.anchor)].view(len(merged.anchor), 4, -1).mean(1)
                 rows = torch.nn.functional.normalize(rows, dim=1)
                 scores += (rows[::2] @ rows[1::2].T).max(1).values.tolist()
-            pairs = tome.schedule(16, round(16 * keep), 2)[number] * len(pixels)
+            pairs = schedule(16, round(16 * keep), 2)[number] * len(pixels)
             taus.append(max(0.0, sorted(scores, reverse=True)[pairs]))
-            merger.options = DYMU.Options(thresholds=(*taus, 1.0)[:2])
+            merger.reducer = DyMU(thresholds=(*taus, 1.0)[:2])
             states = merger.merge(number, states, keys, 4)
             states = states + layer.mlp(layer.layer_norm2(states))
         levels.append(taus)
@@ -59,8 +58,8 @@ def test_learnt_as_published(keep, monkeypatch):
     learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer(f"dymu:{keep}"))
     pixels = torch.cat([inputs["pixel_values"] for inputs in inputs_by_batch[:-1]])
     slow = slow_learn(vlm, [pixels[:6], pixels[6:]], keep)
-    assert learned.method == "dymu" and learned.options.keep == keep
-    assert learned.options.thresholds == pytest.approx(slow, abs=1e-6)
+    assert learned.method == "dymu" and learned.reducer.keep == keep
+    assert learned.reducer.thresholds == pytest.approx(slow, abs=1e-6)
 
 
 def test_one_batch_keeps_the_share_on_average():
@@ -93,13 +92,13 @@ def test_a_file_for_one_model(tmp_path):
     assert json.loads(json.dumps(content)) == json.loads(file.read_text()) and content["kept"]["mean"] == sum(kept) / 4
     named = choice.parse_reducer(f"dymu:thresholds={file}")
     with attach(vlm, named) as attached:
-        assert attached.options.thresholds == learned.options.thresholds
+        assert attached.reducer.thresholds == learned.reducer.thresholds
     read = learning.learn_thresholds(vlm, [], choice.parse_reducer(f"dymu:0.9,thresholds={file}"))
-    assert read.options == dataclasses.replace(learned.options, keep=0.9)
+    assert read.reducer == dataclasses.replace(learned.reducer, keep=0.9)
     other = next(vlm.model.model.vision_tower.parameters())
     other += 1
     try:
-        with pytest.raises(UserError, match="another model.*: sha256 of its encoder.*vlmcompress thresholds"):
+        with pytest.raises(UserError, match="another model.*: sha256 of its encoder.*vlmcompress learn-reducer"):
             attach(vlm, named)
     finally:
         other -= 1
@@ -140,7 +139,7 @@ def test_what_cannot_be_learnt_or_used(tmp_path):
         learning.learn_thresholds(vlm, [encode(vlm, NONE)], choice.parse_reducer("dymu"))
     with pytest.raises(UserError, match="keep=0.1: 16 tokens cannot be merged into 2 in 2 layers"):
         learning.learn_thresholds(vlm, batches(vlm, 1), choice.parse_reducer("dymu:0.1"))
-    with pytest.raises(UserError, match="has no thresholds; learn them with `vlmcompress thresholds MODEL"):
+    with pytest.raises(UserError, match="has no thresholds; learn them with `vlmcompress learn-reducer MODEL"):
         attach(vlm, "dymu")
     with pytest.raises(UserError, match="3 thresholds and 2 layers.*another model's"):
         attach(vlm, "dymu", {"thresholds": (0.1, 0.2, 0.3)})
@@ -155,18 +154,18 @@ def test_verb(capfd, tmp_path):
     images.mkdir()
     for seed in range(3):
         picture(seed).save(images / f"{seed}.png")
-    arguments = ["thresholds", str(checkpoint("llava")), "--calib", str(images), "-o", str(file)]
+    arguments = ["learn-reducer", str(checkpoint("llava")), "--calib", str(images), "-o", str(file)]
     assert cli.main([*arguments, "--keep", "0.5"]) == 0
     output = capfd.readouterr().out
     assert output.startswith("Thresholds of 2 layers, with which 3 pictures keep ") and f"thresholds={file}" in output
     content = json.loads(file.read_text())
     assert content["reduce"]["keep"] == 0.5 and content["calibration"]["images"] == 3
     with attach(loaded("llava"), choice.parse_reducer(f"dymu:thresholds={file}")) as attached:
-        assert attached.options.thresholds == tuple(content["reduce"]["thresholds"])
+        assert attached.reducer.thresholds == tuple(content["reduce"]["thresholds"])
     for flags, message in (
         (["--keep", "2"], "keep must be a number above 0"),
         (["--keep", "0.1"], "cannot be merged into 2 in 2 layers"),
-        (["-o", str(tmp_path)], "name it FILE.json"),
+        (["--steps", "9"], "--steps is for a scorer, FILE.safetensors; leave it out for thresholds"),
     ):
         assert cli.main([*arguments, *flags]) == 2
         assert message in capfd.readouterr().err
@@ -201,5 +200,5 @@ def test_counts_of_another_model_are_refused():
             UserError, match="another model's; this one's encoder makes 4 to 16 tokens of patches of 14"
         ):
             attach(vlm, learned, counter=dataclasses.replace(counter, **wrong))
-    with pytest.raises(UserError, match="'tome' decides itself"):
-        attach(vlm, "tome", counter=counter)
+    with pytest.raises(UserError, match="'uniform' decides itself"):
+        attach(vlm, "uniform", counter=counter)

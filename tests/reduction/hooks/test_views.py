@@ -66,7 +66,7 @@ def expected(vlm: VLM, prompt: Prompt, keep: float) -> list[int]:
     signals = Signals(
         (len(names), 1, 1), features=features, query=rows(prompt[1]), saliency=litevlm.matches(names, prompt[1])
     )
-    return litevlm.reduce(signals, litevlm.Options(keep=keep)).anchor.tolist()
+    return litevlm.LiteVLM(keep=keep).reduce(signals).anchor.tolist()
 
 
 def test_families():

@@ -18,23 +18,23 @@ from vlmcompress.reduction.methods._selecting import cover
 @pytest.mark.parametrize("window", ["2x2", "1x2", "3x1", "3x3", "9x9", "1x1"])
 def test_pool_is_average_pooling(window, grid):
     """Oracle: torch's own average pooling, windows at the edges as small as they are."""
-    s, chosen = signals(grid), pool.Options(window=window)
+    s, chosen = signals(grid), pool.Pool(window=window)
     image = s.features.view(*grid, -1).permute(0, 3, 1, 2)
     means = F.avg_pool2d(image, chosen.sides, ceil_mode=True, count_include_pad=False)
-    result = run("pool", s, chosen)
+    result = run(chosen, s)
     torch.testing.assert_close(result.apply(s.features), means.permute(0, 2, 3, 1).flatten(0, 2))
     assert len(result.anchor) == chosen.budget(grid) and (result.target >= 0).all()
 
 
 def test_a_window_stands_where_its_middle_is():
-    assert run("pool", signals((1, 5, 7)), pool.Options(window="3x3")).anchor.tolist() == [8, 11, 13, 22, 25, 27]
-    assert run("pool", signals((1, 2, 4)), pool.Options()).anchor.tolist() == [0, 2]
+    assert run(pool.Pool(window="3x3"), signals((1, 5, 7))).anchor.tolist() == [8, 11, 13, 22, 25, 27]
+    assert run(pool.Pool(), signals((1, 2, 4))).anchor.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("window", ["2", "0x2", "2x", "2x2x2", "65x1", "a", "100x1", 4])
 def test_windows_that_are_none_are_refused(window):
     with pytest.raises(ValueError, match="window must be"):
-        pool.Options(window=window)
+        pool.Pool(window=window)
 
 
 def slow_scores(features, temperature):
@@ -56,12 +56,12 @@ def test_coverage_adds_what_covers_most(keep, temperature):
     """Oracle: every candidate tried in every step, in float64. Rounding decides between those that are as good to 1e-5."""
     s = signals((1, 5, 6))
     scores, kept = slow_scores(s.features, temperature), []
-    count = coverage.Options(keep=keep).budget(s.grid)
+    count = coverage.Coverage(keep=keep).budget(s.grid)
     for token in cover(coverage.represented(s.features, temperature), count).tolist():
         best = max(covered(scores, [*kept, j]) for j in range(30) if j not in kept)
         kept.append(token)
         assert covered(scores, kept) > best - 1e-5
-    reduction = run("coverage", s, options("coverage", keep=keep, temperature=temperature))
+    reduction = run(options("coverage", keep=keep, temperature=temperature), s)
     assert reduction.anchor.tolist() == sorted(set(kept)) and len(kept) == count
 
 
@@ -84,4 +84,4 @@ def test_coverage_takes_one_of_many_alike_before_one_that_stands_alone():
 def test_temperatures_that_are_none_are_refused():
     for temperature in (0, -1, math.inf, math.nan, "warm", True):
         with pytest.raises(ValueError, match="temperature must be a number"):
-            coverage.Options(temperature=temperature)
+            coverage.Coverage(temperature=temperature)

@@ -32,9 +32,9 @@ def slow(features, count):
 @pytest.mark.parametrize("grid", [(1, 6, 8), (1, 7, 5), (3, 2, 7)])
 def test_the_determinant_is_raised_most(keep, grid):
     """48 tokens of 12 dimensions: at half of them most lie in the span of the others, but for what is their own."""
-    s, chosen = signals(grid), cdpruner.Options(keep=keep)
+    s, chosen = signals(grid), cdpruner.CDPruner(keep=keep)
     expected = slow(s.features, chosen.budget(grid))
-    assert run("cdpruner", s, chosen).anchor.tolist() == sorted(expected)
+    assert run(chosen, s).anchor.tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,9 +11,9 @@ import torch
 from tests.kit.reducer_data import cosine, options, run, signals
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, Signals
-from vlmcompress.reduction.methods._selecting import SelectingOptions
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
-NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Options, SelectingOptions)]
+NAMES = [name for name in REGISTRY.names() if isinstance(REGISTRY.get(name), SelectingReducer)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -21,13 +21,13 @@ NAMES = [name for name in REGISTRY.names() if issubclass(REGISTRY.get(name).Opti
 def test_outputs_are_means_of_a_chosen_token_and_those_most_like_it(name, similar):
     """Oracle: a loop over the tokens."""
     s = signals((4, 3, 4) if name == "evs" else (1, 6, 8))
-    kept = run(name, s, options(name, keep=0.3)).anchor.tolist()
+    kept = run(options(name, keep=0.3), s).anchor.tolist()
     members = {index: [index] for index in kept}
     for i in set(range(s.n)) - set(kept):
         nearest = max(kept, key=lambda j: (cosine(s.features[i], s.features[j]), -j))
         if cosine(s.features[i], s.features[nearest]) >= similar:
             members[nearest].append(i)
-    merged = run(name, s, options(name, keep=0.3, merge="nearest", similar=similar))
+    merged = run(options(name, keep=0.3, merge="nearest", similar=similar), s)
     assert merged.anchor.tolist() == kept
     means = torch.stack([s.features[members[index]].mean(0) for index in kept])
     torch.testing.assert_close(merged.apply(s.features), means)
@@ -41,28 +41,26 @@ def test_at_the_least_cosine_opposite_tokens_merge_too():
     for _ in range(100):
         row = torch.randn(1, 12, generator=generator)
         s = Signals((1, 1, 2), features=torch.cat([row, -row]))
-        assert (run("uniform", s, options("uniform", keep=0.5, merge="nearest", similar=-1)).target >= 0).all()
+        assert (run(options("uniform", keep=0.5, merge="nearest", similar=-1), s).target >= 0).all()
 
 
 def test_there_are_methods_that_have_the_option():
-    assert {"cdpruner", "coverage", "dart", "divprune", "random", "scope", "uniform"} <= {
-        *NAMES
-    } and "fastv" not in NAMES
+    assert {"cdpruner", "coverage", "dart", "divprune", "random", "uniform"} <= {*NAMES} and "fastv" not in NAMES
 
 
 def test_features_are_needed():
     s = dataclasses.replace(signals(), features=None)
-    assert len(run("random", s, options("random", keep=0.3)).anchor) == 14
+    assert len(run(options("random", keep=0.3), s).anchor) == 14
     with pytest.raises(ValueError, match="merge=nearest needs signals that are missing: features"):
-        run("random", s, options("random", keep=0.3, merge="nearest"))
+        run(options("random", keep=0.3, merge="nearest"), s)
 
 
 def test_wrong_values_are_refused():
     for similar in (-1.1, 2, math.nan, "much", True):
         with pytest.raises(ValueError, match="similar must be a cosine"):
-            SelectingOptions(similar=similar)
+            SelectingReducer(similar=similar)
     with pytest.raises(ValueError, match="merge must be none or nearest"):
-        SelectingOptions(merge="all")  # type: ignore[arg-type]
+        SelectingReducer(merge="all")  # type: ignore[arg-type]
 
 
 def test_a_recipe_names_the_options_only_where_they_are_used():
@@ -80,11 +78,11 @@ def test_identical_and_empty_tokens_are_kept_to_the_exact_count(name):
     for features in (torch.ones(48, 12), torch.zeros(48, 12), torch.cat([torch.zeros(24, 12), torch.ones(24, 12)])):
         s = dataclasses.replace(signals(), features=features)
         for keep in (0.5, 0.9):
-            assert len(run(name, s, options(name, keep=keep)).anchor) == keep * 48 // 1
+            assert len(run(options(name, keep=keep), s).anchor) == keep * 48 // 1
 
 
 @pytest.mark.parametrize("name", ["cdpruner", "coverage"])
 def test_half_precision(name):
     s, chosen = signals(), options(name, keep=0.3)
     narrow = dataclasses.replace(s, features=s.features.half())
-    assert torch.equal(run(name, s, chosen).anchor, run(name, narrow, chosen).anchor)
+    assert torch.equal(run(chosen, s).anchor, run(chosen, narrow).anchor)

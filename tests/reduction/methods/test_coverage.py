@@ -40,9 +40,9 @@ class Slow:
 @pytest.mark.parametrize("temperature", [0.2, 0.5])
 def test_always_the_token_that_adds_most(keep, temperature):
     """Oracle: every candidate tried in every step."""
-    s, chosen = signals((1, 5, 6)), coverage.Options(keep=keep, temperature=temperature)
+    s, chosen = signals((1, 5, 6)), coverage.Coverage(keep=keep, temperature=temperature)
     expected = Slow(s.features, chosen).greedy(chosen.budget(s.grid))
-    assert run("coverage", s, chosen).anchor.tolist() == sorted(expected)
+    assert run(chosen, s).anchor.tolist() == sorted(expected)
 
 
 NOTHING = {"keys": None, "heads": None, "saliency": None, "windowed": None}
@@ -53,14 +53,14 @@ def test_near_the_best_of_all_choices(seed):
     """Nemhauser, Wolsey and Fisher's bound."""
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
     s = dataclasses.replace(signals((1, 1, 10)), features=features, **NOTHING)
-    chosen = coverage.Options(keep=0.4)
+    chosen = coverage.Coverage(keep=0.4)
     scores = Slow(s.features, chosen)
     best = max(map(scores, itertools.combinations(range(10), 4)))
-    assert (1 - 1 / math.e) * best <= scores(run("coverage", s, chosen).anchor.tolist()) <= best + 1e-12
+    assert (1 - 1 / math.e) * best <= scores(run(chosen, s).anchor.tolist()) <= best + 1e-12
 
 
 def test_options():
     assert parse_reducer("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
     for temperature in (0, math.nan, "warm", True):
         with pytest.raises(ValueError, match="temperature must be a number of at least 0.001"):
-            coverage.Options(temperature=temperature)
+            coverage.Coverage(temperature=temperature)

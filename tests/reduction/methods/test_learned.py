@@ -93,14 +93,14 @@ def test_the_best_and_what_covers_the_rest(weights, cover):
     while len(kept) < count:
         free = [j for j in range(30) if j not in kept]
         kept.append(max(free, key=lambda j: (sum(max(row[i] for i in [*kept, j]) for row in table), -j)))
-    chosen = learned.Options(keep=0.4, cover=cover, network=learned.Network(weights))
-    assert run("learned", s, chosen).anchor.tolist() == sorted(kept)
+    chosen = learned.Learned(keep=0.4, cover=cover, network=learned.Network(weights))
+    assert run(chosen, s).anchor.tolist() == sorted(kept)
 
 
 def test_what_is_not_kept_can_be_merged(weights):
     s = signals((1, 5, 6))
-    both = [learned.Options(keep=0.4, merge=merge, network=learned.Network(weights)) for merge in ("none", "nearest")]
-    dropped, merged = (run("learned", s, chosen) for chosen in both)
+    both = [learned.Learned(keep=0.4, merge=merge, network=learned.Network(weights)) for merge in ("none", "nearest")]
+    dropped, merged = (run(chosen, s) for chosen in both)
     assert torch.equal(dropped.anchor, merged.anchor) and (merged.target >= 0).sum() > (dropped.target >= 0).sum()
 
 
@@ -117,12 +117,12 @@ def test_a_network_begins_with_tokens_alone():
 
 def test_without_a_network_it_says_what_to_do():
     with pytest.raises(ValueError, match="train one with `vlmcompress learn-reducer`"):
-        run("learned", signals(), learned.Options(keep=0.4))
+        run(learned.Learned(keep=0.4), signals())
 
 
 def test_the_file_is_told_by_its_hash_not_by_its_place():
-    a, b = (learned.Options(scorer=name, sha256="0" * 64) for name in ("a.safetensors", "b.safetensors"))
-    assert a == b != learned.Options(scorer="a.safetensors", sha256="1" * 64)
+    a, b = (learned.Learned(scorer=name, sha256="0" * 64) for name in ("a.safetensors", "b.safetensors"))
+    assert a == b != learned.Learned(scorer="a.safetensors", sha256="1" * 64)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_the_file_is_told_by_its_hash_not_by_its_place():
 )
 def test_options_that_are_not_right(wrong, text):
     with pytest.raises(ValueError, match=text):
-        learned.Options(**wrong)
+        learned.Learned(**wrong)
 
 
 def test_the_whole_budget_is_kept_at_every_share():
     for keep in (0.03, 0.1, 0.5, 0.97):
         chosen = options("learned", keep=keep)
-        assert len(run("learned", signals(), chosen).anchor) == chosen.budget((1, 6, 8))
+        assert len(run(chosen, signals()).anchor) == chosen.budget((1, 6, 8))

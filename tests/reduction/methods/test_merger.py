@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tests.kit.reducer_data import cosine
-from vlmcompress.reduction.methods import REGISTRY, Merger, Signals
+from vlmcompress.reduction.methods import Merger, Reducer, Signals, _tome, dymu
+from vlmcompress.reduction.methods._base import share, top
+from vlmcompress.reduction.methods.dymu import DyMU
 
-TOME, DYMU = REGISTRY.get("tome"), REGISTRY.get("dymu")
 HEADS, WIDTH, LAYERS = 4, 12, 3
+
+
+@dataclass(frozen=True)
+class ToMe(Reducer):
+    """As published: an even share of the merges in each layer."""
+
+    MERGES = True
+    keep: float = 0.5
+
+    def merge_layer(self, signals, layer, layers, count=None):
+        """Merge this layer's part of the pairs."""
+        count = share(signals.grid, self.keep) if count is None else count
+        scores, partner = _tome.match(signals.keys, signals.heads)
+        pairs = dymu.schedule(signals.n, count, layers - layer)[0]
+        return _tome.join(top(scores, pairs), partner, signals)
 
 
 def rows(images: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -66,8 +83,8 @@ def test_blocks_merge_patch_by_patch(grid, side, aside):
     """Oracle: a loop over tokens and their patches. The keys of a layer are given by the rows that it gets."""
     count, square, images = grid[0] * grid[1] * grid[2], side**2, 2
     x = rows(images, aside + count * square)
-    merger = Merger(TOME, TOME.Options(keep=0.3), [grid] * images, LAYERS, aside, side=side)
-    pairs = TOME.schedule(count, TOME.Options(keep=0.3).budget(grid), LAYERS)
+    merger = Merger(ToMe(0.3), [grid] * images, LAYERS, aside, side=side)
+    pairs = dymu.schedule(count, share(grid, 0.3), LAYERS)
     states, hidden, left = x, [], count
     for layer in range(LAYERS):
         hidden.append(rows(images, aside + left * square, seed=layer + 1))
@@ -98,7 +115,7 @@ def test_blocks_merge_patch_by_patch(grid, side, aside):
 @pytest.mark.parametrize("side", [1, 2])
 def test_as_long_as_nothing_merges_rows_are_the_same_tensor(side):
     x = rows(1, 1 + 12 * side**2)
-    merger = Merger(DYMU, DYMU.Options(thresholds=(1.0, 1.0)), [(1, 3, 4)], 2, 1, side=side)
+    merger = Merger(DyMU(thresholds=(1.0, 1.0)), [(1, 3, 4)], 2, 1, side=side)
     for layer in range(2):
         assert merger.merge(layer, x, x, HEADS) is x and merger.bias(x.dtype) is None
     assert merger.spread(x) is x
@@ -108,7 +125,7 @@ def test_an_image_that_merges_nothing_stays_beside_one_that_does():
     """Rows of both stand block by block then, padded on the right, and both find back to their places."""
     plain = rows(1, 1).expand(1, 16, -1)  # all patches are alike, so half the tokens merge
     x = torch.cat([rows(1, 16, seed=3), plain])
-    merger = Merger(DYMU, DYMU.Options(thresholds=(0.99,)), [(1, 2, 2)] * 2, 1, side=2)
+    merger = Merger(DyMU(thresholds=(0.99,)), [(1, 2, 2)] * 2, 1, side=2)
     states = merger.merge(0, x, x, HEADS)
     assert [len(reduction.anchor) for reduction in merger.merged] == [4, 2] and states.shape == (2, 16, WIDTH)
     assert merger.bias(torch.float32)[:, 0, 0].tolist()[1][8:] == [float("-inf")] * 8
@@ -121,10 +138,10 @@ def test_an_image_that_merges_nothing_stays_beside_one_that_does():
 def test_patches_that_are_tokens_merge_as_without_blocks():
     """With one patch a token every row and key is handed to the method as it is, bit for bit."""
     x, keys = rows(2, 1 + 15), rows(2, 1 + 15, seed=1)
-    merger = Merger(TOME, TOME.Options(keep=0.4), [(1, 3, 5)] * 2, 1, aside=1, counts=[9, 9])
+    merger = Merger(ToMe(0.4), [(1, 3, 5)] * 2, 1, aside=1, counts=[9, 9])
     states = merger.merge(0, x, keys, HEADS)
     for image in range(2):
-        scores, partner = TOME.match(keys[image, 1:], HEADS)
+        scores, partner = _tome.match(keys[image, 1:], HEADS)
         best = scores.argsort(descending=True, stable=True)[:6]
-        expected = TOME.join(best, partner, Signals((1, 3, 5))).apply(x[image, 1:])
+        expected = _tome.join(best, partner, Signals((1, 3, 5))).apply(x[image, 1:])
         assert torch.equal(states[image], torch.cat([x[image, :1], expected]))

@@ -11,7 +11,8 @@ import torch
 
 from tests.kit.reducer_data import LAYERS, best, cosine, digest, options, rows, run, signals, threads
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.methods import Reduction, dymu, tome, visionzip, vscan
+from vlmcompress.reduction.methods import Reduction, _tome, dymu, visionzip, vscan
+from vlmcompress.reduction.methods._base import top
 
 
 def head_mean(keys, heads):
@@ -39,7 +40,7 @@ def slow_visionzip(x, saliency, keys, dominant, contextual, merge):
 )
 def test_visionzip(keep, contextual, split, merge):
     s, x = signals(), torch.randn(48, 5, dtype=torch.float64)
-    got = run("visionzip", s, visionzip.Options(keep=keep, contextual=contextual, merge=merge))
+    got = run(visionzip.VisionZip(keep=keep, contextual=contextual, merge=merge), s)
     rows, anchors = slow_visionzip(x, s.saliency, head_mean(s.keys, s.heads), *split, merge)
     assert got.anchor.tolist() == anchors
     assert torch.allclose(got.apply(x), rows, atol=1e-6)
@@ -49,19 +50,19 @@ def test_visionzip_presets_of_the_paper():
     """Of 576 tokens: 54 + 10, 108 + 20, 162 + 30."""
     s = signals((1, 24, 24))
     for dominant, contextual in ((54, 10), (108, 20), (162, 30)):
-        got = run("visionzip", s, visionzip.Options(keep=(dominant + contextual) / 576))
+        got = run(visionzip.VisionZip(keep=(dominant + contextual) / 576), s)
         merged = (got.sizes > 1).sum().item()
         assert len(got.anchor) == dominant + contextual and merged == contextual and got.sizes.sum() == 576
 
 
 def test_visionzip_without_contextual_tokens_drops_the_rest():
     s = signals()
-    got = run("visionzip", s, visionzip.Options(keep=0.25, contextual=0))
+    got = run(visionzip.VisionZip(keep=0.25, contextual=0), s)
     assert got.anchor.tolist() == sorted(best(s.saliency.tolist(), 12)) and got.sizes.tolist() == [1] * 12
     with pytest.raises(ValueError, match="contextual"):
-        visionzip.Options(contextual=1)
+        visionzip.VisionZip(contextual=1)
     with pytest.raises(ValueError, match="merge"):
-        visionzip.Options(merge="max")
+        visionzip.VisionZip(merge="max")
 
 
 def slow_vscan(s, count, side):
@@ -90,8 +91,8 @@ def slow_vscan(s, count, side):
 )
 def test_vscan(grid, keep, side):
     s, x = signals(grid), torch.randn(signals(grid).n, 5, dtype=torch.float64)
-    chosen = vscan.Options(keep=keep, window=side)
-    got = run("vscan", s, chosen)
+    chosen = vscan.VScan(keep=keep, window=side)
+    got = run(chosen, s)
     kept, groups = slow_vscan(s, chosen.budget(grid), side)
     assert got.anchor.tolist() == kept
     assert torch.allclose(got.apply(x), torch.stack([x[groups[i]].mean(0) for i in kept]), atol=1e-6)
@@ -121,7 +122,7 @@ def test_vscan_meets_a_count_beyond_the_quotas_of_its_windows():
 def test_visionzip_merges_as_many_times_as_asked_with_the_same_bits():
     s, x = signals((1, 24, 24)), torch.randn(576, 1024, generator=torch.Generator().manual_seed(0))
     with threads(2):
-        digests = {digest(run("visionzip", s, visionzip.Options(keep=64 / 576)).apply(x)) for _ in range(10)}
+        digests = {digest(run(visionzip.VisionZip(keep=64 / 576), s).apply(x)) for _ in range(10)}
     assert len(digests) == 1
 
 
@@ -140,20 +141,18 @@ def slow_tome_layer(x, size, keys, pairs):
     return torch.stack([x[i] / size[i] for i in left]), [size[i] for i in left]
 
 
-@pytest.mark.parametrize("keep", [0.1, 0.5, 0.8])
-def test_tome(keep):
+@pytest.mark.parametrize("count", [5, 24, 38])
+def test_pairs_merge_as_in_a_loop(count):
     s, x = signals(), torch.randn(48, 5, dtype=torch.float64)
-    got = run("tome", s, tome.Options(keep=keep))
     slow, size = x, [1] * 48
     merged = Reduction.identity(48)
-    for layer, pairs in enumerate(tome.schedule(48, tome.Options(keep=keep).budget(s.grid), LAYERS)):
-        keys = head_mean(rows(s, merged).keys, s.heads)
+    for pairs in dymu.schedule(48, count, LAYERS):
         now = dataclasses.replace(rows(s, merged), merged=merged)
-        slow, size = slow_tome_layer(slow, size, keys, pairs)
-        merged = merged.then(methods.merge(tome, now, tome.Options(keep=keep), layer, LAYERS))
+        slow, size = slow_tome_layer(slow, size, head_mean(now.keys, s.heads), pairs)
+        scores, partner = _tome.match(now.keys, s.heads)
+        merged = merged.then(_tome.join(top(scores, pairs), partner, now))
         assert merged.sizes.tolist() == size
         assert torch.allclose(merged.apply(x), slow, atol=1e-5)
-    assert torch.equal(merged.target, got.target)
     assert merged.sizes.sum() == 48  # nothing is dropped
 
 
@@ -161,7 +160,7 @@ def test_tome(keep):
     ("n", "count", "layers"), [(576, 72, 24), (576, 64, 4), (49, 10, 3), (9, 9, 2), (7, 1, 3), (5, 3, 1)]
 )
 def test_tome_schedule_meets_the_budget(n, count, layers):
-    pairs = tome.schedule(n, count, layers)
+    pairs = dymu.schedule(n, count, layers)
     assert len(pairs) == layers and sum(pairs) == n - count
     for r in pairs:
         assert 0 <= r <= n // 2
@@ -169,9 +168,9 @@ def test_tome_schedule_meets_the_budget(n, count, layers):
 
 
 def test_tome_schedule_is_even_where_it_can_be():
-    assert tome.schedule(576, 72, 24) == [21] * 24  # as in the papers
+    assert dymu.schedule(576, 72, 24) == [21] * 24  # as in the papers
     with pytest.raises(ValueError, match="cannot be merged into 7 in 3 layers"):
-        tome.schedule(57, 7, 3)
+        dymu.schedule(57, 7, 3)
 
 
 def test_proportional_attention_equals_attention_over_the_copies():
@@ -191,7 +190,7 @@ def test_dymu_merges_exactly_the_pairs_above_the_threshold():
         if cosine(keys[a], keys[b]) > 0.75:
             edges[a] = b
     assert 0 < len(edges) < 24
-    got = methods.merge(dymu, s, dymu.Options(thresholds=(0.75,)), 0, 1)
+    got = methods.merge_layer(dymu.DyMU(thresholds=(0.75,)), s, 0, 1)
     assert got.anchor.tolist() == [i for i in range(48) if i not in edges]
     assert all(got.target[a] == got.target[b] for a, b in edges.items())
 
@@ -199,15 +198,15 @@ def test_dymu_merges_exactly_the_pairs_above_the_threshold():
 def test_dymu_keeps_more_of_a_rich_image_than_of_a_plain_one():
     rich, chosen = signals(), options("dymu")
     plain = dataclasses.replace(rich, keys=rich.keys[:1].expand(48, -1))
-    assert len(run("dymu", plain, chosen).anchor) == 3  # halved in each of four layers
-    assert len(run("dymu", rich, chosen).anchor) > 20
+    assert len(run(chosen, plain).anchor) == 3  # halved in each of four layers
+    assert len(run(chosen, rich).anchor) > 20
 
 
 def test_dymu_odd_count_merges_at_most_half():
     flat = dataclasses.replace(signals((1, 1, 9)), keys=torch.ones(9, 16))
-    assert len(methods.merge(dymu, flat, dymu.Options(thresholds=(0.0,)), 0, 1).anchor) == 5
+    assert len(methods.merge_layer(dymu.DyMU(thresholds=(0.0,)), flat, 0, 1).anchor) == 5
     single = signals((1, 1, 1))
-    assert len(methods.merge(dymu, single, dymu.Options(thresholds=(-1.0,)), 0, 1).anchor) == 1
+    assert len(methods.merge_layer(dymu.DyMU(thresholds=(-1.0,)), single, 0, 1).anchor) == 1
 
 
 def test_dymu_thresholds_merge_what_was_asked_for_on_average():
@@ -216,7 +215,7 @@ def test_dymu_thresholds_merge_what_was_asked_for_on_average():
     scores = [dymu.best(image) for image in images]
     tau = dymu.threshold(scores, r=7.5)
     assert tau == sorted(torch.cat(scores).tolist(), reverse=True)[45]
-    kept = [len(methods.merge(dymu, image, dymu.Options(thresholds=(tau,)), 0, 1).anchor) for image in images]
+    kept = [len(methods.merge_layer(dymu.DyMU(thresholds=(tau,)), image, 0, 1).anchor) for image in images]
     assert sum(48 - count for count in kept) == 45 and len(set(kept)) > 1
 
 
@@ -280,7 +279,7 @@ def test_dymu_padded_for_a_device_merges_the_same(grid, count, ties):
 
 def merge_step(s, merged, chosen, layer, count):
     now = dataclasses.replace(rows(s, merged), merged=merged)
-    return methods.merge(dymu, now, chosen, layer, LAYERS, count)
+    return methods.merge_layer(chosen, now, layer, LAYERS, count)
 
 
 def merge_all(s, chosen, count):
@@ -295,26 +294,14 @@ def test_an_exact_count_out_of_reach_is_refused():
         merge_all(signals(), options("dymu"), 2)
     with pytest.raises(ValueError, match="cannot be merged into 49"):
         merge_all(signals(), options("dymu"), 49)
-    with pytest.raises(ValueError, match="48 tokens cannot be merged into 49, which is more"):
-        methods.merge(tome, signals(), tome.Options(), 0, LAYERS, 49)
     with pytest.raises(ValueError, match="9 tokens cannot be merged into 10, which is more"):
-        tome.schedule(9, 10, 3)
-
-
-@pytest.mark.parametrize("count", [5, 30])
-def test_tome_to_a_count_that_is_given(count):
-    s = signals()
-    got = Reduction.identity(48)
-    for layer in range(LAYERS):
-        now = dataclasses.replace(rows(s, got), merged=got)
-        got = got.then(methods.merge(tome, now, tome.Options(keep=0.5), layer, LAYERS, count))
-    assert torch.equal(got.target, run("tome", s, tome.Options(keep=count / 48)).target)
+        dymu.schedule(9, 10, 3)
 
 
 def test_dymu_refuses_thresholds_of_another_model():
     with pytest.raises(ValueError, match="3 thresholds and 4 layers"):
-        run("dymu", signals(), dymu.Options(thresholds=(0.1, 0.2, 0.3)))
+        run(dymu.DyMU(thresholds=(0.1, 0.2, 0.3)), signals())
     with pytest.raises(ValueError, match="learn them"):
-        run("dymu", signals(), dymu.Options())
+        run(dymu.DyMU(), signals())
     with pytest.raises(ValueError, match="cosines"):
-        dymu.Options(thresholds=(1.5,))
+        dymu.DyMU(thresholds=(1.5,))

@@ -11,7 +11,7 @@ import torch
 
 from tests.kit.reducer_data import LAYERS, options, run, signals
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.methods import REGISTRY, ReducerOptions, Signals
+from vlmcompress.reduction.methods import REGISTRY, Reducer, Signals
 
 NAMES = REGISTRY.names()
 KEEP = [name for name in NAMES if options(name).keep is not None]
@@ -28,16 +28,23 @@ def same(a, b):
 def test_module_keeps_to_the_protocol(name):
     method = REGISTRY.get(name)
     assert method.STAGE in ("pixels", "encoder", "projected", "llm") and method.COUNT in ("fixed", "adaptive")
-    fields = {field.name for field in dataclasses.fields(Signals)}
-    assert fields >= method.NEEDS and fields >= getattr(method, "OPTIONAL", frozenset())
-    assert bool(getattr(method, "WHY_NOT", "")) is not method.SERVED
-    assert hasattr(method, "reduce") != hasattr(method, "merge")
+    assert {field.name for field in dataclasses.fields(Signals)} >= method.NEEDS
+    assert bool(method.WHY_NOT) is not method.SERVED
     assert (options(name).budget((1, 6, 8)) is None) == (method.COUNT == "adaptive")
-    if hasattr(method, "MEDIA"):
-        assert method.MEDIA == "video" and options(name).budget((1, 6, 8)) == 48  # an image is kept whole
-    if not hasattr(method, "mask"):
-        assert (method.STAGE == "llm") == bool(method.Options().drops(32))
-    assert isinstance(method.Options(), ReducerOptions)
+    if method.MEDIA == "video":
+        assert options(name).budget((1, 6, 8)) == 48  # an image is kept whole
+    if not method.RESTRICTS:
+        assert (method.STAGE == "llm") == (method.layer is not None)
+    assert isinstance(method, Reducer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_literals_read_from_the_file_are_those_of_the_class(name):
+    """`list` and `check` read them without torch."""
+    outline, method = REGISTRY.outline(name), REGISTRY.get(name)
+    literals = [key for key in vars(Reducer) if key.isupper()]
+    assert len(literals) > 8
+    assert {key: getattr(outline, key) for key in literals} == {key: getattr(method, key) for key in literals}
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -45,13 +52,13 @@ def test_count_is_the_budget(name):
     for grid, keep in itertools.product(GRIDS, (0.95, 2 / 3, 0.5, 1 / 3, 0.11)):
         n, expected = math.prod(grid), options(name, keep=keep).budget(grid)
         assert expected == math.floor(keep * n + 0.5) >= 1
-        assert len(run(name, signals(grid), options(name, keep=keep)).anchor) == expected
+        assert len(run(options(name, keep=keep), signals(grid)).anchor) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_in_raster_order_and_from_the_image(name):
     for grid in GRIDS:
-        result = run(name, signals(grid), options(name)).check()  # anchors ascend, each a source of its own output
+        result = run(options(name), signals(grid)).check()  # anchors ascend, each a source of its own output
         assert 1 <= len(result.anchor) <= math.prod(grid), grid
         assert result.apply(signals(grid).features).isfinite().all(), grid
 
@@ -59,10 +66,10 @@ def test_outputs_are_in_raster_order_and_from_the_image(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_same_input_same_result(name):
     """The second time in a mode in which torch refuses operations whose order is not fixed, and fills new memory with NaN."""
-    expected = run(name, signals(), options(name))
+    expected = run(options(name), signals())
     torch.set_deterministic_debug_mode("error")
     try:
-        assert same(run(name, signals(), options(name)), expected)
+        assert same(run(options(name), signals()), expected)
     finally:
         torch.set_deterministic_debug_mode("default")
 
@@ -72,7 +79,7 @@ def test_ties_are_broken_by_index(name):
     """An image without any difference; repeated, and it is a full result, not a crash of a search among equals."""
     flat = signals()
     flat = dataclasses.replace(flat, **{field: torch.ones_like(getattr(flat, field)) for field in FLOATS})
-    first, second = (run(name, flat, options(name, keep=0.4)) for _ in range(2))
+    first, second = (run(options(name, keep=0.4), flat) for _ in range(2))
     assert same(first, second)
     expected = options(name, keep=0.4).budget(flat.grid)
     assert expected is None or len(first.anchor) == expected
@@ -80,23 +87,25 @@ def test_ties_are_broken_by_index(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtype_of_the_signals_does_not_matter(name):
-    method, wide, chosen = REGISTRY.get(name), signals(), options(name)
+    wide, chosen = signals(), options(name)
     narrow = dataclasses.replace(wide, **{field: getattr(wide, field).bfloat16() for field in FLOATS})
-    if hasattr(method, "merge"):
-        assert same(*(methods.merge(method, image, chosen, 0, LAYERS) for image in (wide, narrow)))
+    if chosen.MERGES:
+        assert same(*(methods.merge_layer(chosen, image, 0, LAYERS) for image in (wide, narrow)))
     else:
-        assert same(run(name, wide, chosen), run(name, narrow, chosen))
+        assert same(run(chosen, wide), run(chosen, narrow))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_needed_signals_are_read(name):
-    method, full = REGISTRY.get(name), signals()
-    used = method.NEEDS | getattr(method, "OPTIONAL", frozenset())
+    chosen, full = options(name), signals()
+    used = chosen.NEEDS | ({"saliency"} if name == "litevlm" else set())  # takes that where there is some
     bare = dataclasses.replace(full, **{field: None for field in (*FLOATS, "heads") if field not in used})
-    step = (lambda s: methods.merge(method, s, options(name), 0, LAYERS)) if hasattr(method, "merge") else None
-    step = step or (lambda s: methods.reduce(method, s, options(name)))
+
+    def step(s):
+        return methods.merge_layer(chosen, s, 0, LAYERS) if chosen.MERGES else methods.reduce(chosen, s)
+
     assert same(step(bare), step(full))
-    for field in method.NEEDS:
+    for field in chosen.NEEDS:
         with pytest.raises(ValueError, match=f"needs signals that are missing: {field}"):
             step(dataclasses.replace(bare, **{field: None}))
 
@@ -104,9 +113,9 @@ def test_only_needed_signals_are_read(name):
 @pytest.mark.parametrize("name", KEEP)
 def test_keeping_all_is_the_identity_bit_for_bit(name):
     x = torch.randn(48, 3).bfloat16()
-    result = run(name, signals(), options(name, keep=1.0))
+    result = run(options(name, keep=1.0), signals())
     assert torch.equal(result.apply(x), x) and torch.equal(result.anchor, torch.arange(48))
-    near = run(name, signals(), options(name, keep=0.999))  # rounds to all 48: through the method itself
+    near = run(options(name, keep=0.999), signals())  # rounds to all 48: through the method itself
     if REGISTRY.get(name).COUNT == "fixed":
         assert torch.equal(near.apply(x), x)
 
@@ -114,47 +123,45 @@ def test_keeping_all_is_the_identity_bit_for_bit(name):
 @pytest.mark.parametrize("name", FIXED)
 def test_an_image_too_small_is_kept_whole(name):
     x = torch.randn(4, 3)
-    assert torch.equal(run(name, signals((1, 2, 2)), options(name, keep=0.1)).apply(x), x)
-    assert run(name, signals((1, 1, 1)), options(name, keep=0.5)).target.tolist() == [0]
+    assert torch.equal(run(options(name, keep=0.1), signals((1, 2, 2))).apply(x), x)
+    assert run(options(name, keep=0.5), signals((1, 1, 1))).target.tolist() == [0]
 
 
 @pytest.mark.parametrize("name", KEEP)
 def test_a_keep_that_is_no_share_or_leaves_no_token_is_refused(name):
     for keep in (0, -0.5, 1.5, True, "half", None, math.nan):
         with pytest.raises(ValueError, match="keep must be"):
-            REGISTRY.get(name).Options(keep=keep)
+            type(REGISTRY.get(name))(keep=keep)
     for keep in (1e-300, 5e-324, 9e-7):
         with pytest.raises(ValueError, match="keep must be at least 1e-06, got .*, which leaves no token of any image"):
-            REGISTRY.get(name).Options(keep=keep)
-    assert REGISTRY.get(name).Options(keep=1e-6).keep == 1e-6
+            type(REGISTRY.get(name))(keep=keep)
+    assert type(REGISTRY.get(name))(keep=1e-6).keep == 1e-6
 
 
 def test_whole_numbers_have_an_upper_bound():
-    fields = [(name, field.name) for name in NAMES for field in dataclasses.fields(REGISTRY.get(name).Options)]
+    fields = [(name, field.name) for name in NAMES for field in dataclasses.fields(REGISTRY.get(name))]
     whole = [(name, field) for name, field in fields if type(getattr(options(name), field)) is int]
     assert len(whole) > 7
     for name, field in whole:
         most = 2**63 - 1 if field == "seed" else 10**6
         for value in (most + 1, 10**30):
             with pytest.raises(ValueError, match=f"{field} must be at most {most}, got "):
-                REGISTRY.get(name).Options(**{field: value})
-        assert getattr(REGISTRY.get(name).Options(**{field: most}), field) == most
+                type(REGISTRY.get(name))(**{field: value})
+        assert getattr(type(REGISTRY.get(name))(**{field: most}), field) == most
 
 
-@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune", "scope"])
+@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune"])
 def test_scale_of_the_features_does_not_matter(name):
     original = signals()
     for factor in (2.0**-20, 3.0, 2.0**15):
         scaled = {field: getattr(original, field) * factor for field in ("features", "keys", "query", "query_keys")}
-        assert same(
-            run(name, original, options(name)), run(name, dataclasses.replace(original, **scaled), options(name))
-        )
+        assert same(run(options(name), original), run(options(name), dataclasses.replace(original, **scaled)))
 
 
-@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv", "pyramiddrop", "scope"])
+@pytest.mark.parametrize("name", ["dart", "dart-llm", "divprune", "fastv"])
 def test_order_of_the_tokens_does_not_matter(name):
     """These look at no positions: a shuffled image keeps the same tokens."""
     original, order = signals(), torch.randperm(48, generator=torch.Generator().manual_seed(5))
     shuffled = {field: getattr(original, field)[order] for field in ("features", "keys", "saliency")}
-    kept = run(name, dataclasses.replace(original, **shuffled), options(name)).anchor
-    assert torch.equal(order[kept].sort().values, run(name, original, options(name)).anchor)
+    kept = run(options(name), dataclasses.replace(original, **shuffled)).anchor
+    assert torch.equal(order[kept].sort().values, run(options(name), original).anchor)

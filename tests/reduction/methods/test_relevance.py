@@ -63,8 +63,8 @@ def slow(s, count, sharpness):
 @pytest.mark.parametrize("grid", [(1, 8, 12), (1, 7, 5), (1, 3, 3), (1, 1, 9), (1, 12, 18)])
 @pytest.mark.parametrize("keep", [0.05, 0.2, 0.41, 0.7, 0.93])
 def test_levels_of_detail(grid, keep):
-    s, chosen = signals(grid, seed=3), relevance.Options(keep=keep)
-    got, x = run("relevance", s, chosen), torch.randn(math.prod(grid), 3, dtype=torch.float64)
+    s, chosen = signals(grid, seed=3), relevance.Relevance(keep=keep)
+    got, x = run(chosen, s), torch.randn(math.prod(grid), 3, dtype=torch.float64)
     groups = slow(s, chosen.budget(grid), 3.0)
     tokens_by_output = sorted((got.target == row).nonzero().squeeze(1).tolist() for row in range(len(got.anchor)))
     assert tokens_by_output == groups
@@ -81,7 +81,7 @@ def picture():
 
 
 def test_what_the_question_is_about_keeps_every_token():
-    got = run("relevance", picture(), relevance.Options(keep=64 / 576))
+    got = run(relevance.Relevance(keep=64 / 576), picture())
     size = got.sizes[got.target].view(24, 24)  # tokens averaged into what stands for each
     assert (size[8:12, 12:16] == 1).all() and (got.target >= 0).all()
     elsewhere = size.clone()
@@ -91,13 +91,13 @@ def test_what_the_question_is_about_keeps_every_token():
 
 def test_without_sharpness_or_question_all_regions_are_alike():
     blunt, mute = (
-        relevance.Options(keep=144 / 576, sharpness=0),
+        relevance.Relevance(keep=144 / 576, sharpness=0),
         dataclasses.replace(picture(), query=torch.zeros(0, 2)),
     )
-    for s, chosen in ((picture(), blunt), (mute, relevance.Options(keep=144 / 576))):
-        assert run("relevance", s, chosen).sizes.tolist() == [4] * 144  # 36 regions at "low"
+    for s, chosen in ((picture(), blunt), (mute, relevance.Relevance(keep=144 / 576))):
+        assert run(chosen, s).sizes.tolist() == [4] * 144  # 36 regions at "low"
 
 
 def test_sharpness_is_checked():
     with pytest.raises(ValueError, match="sharpness"):
-        relevance.Options(sharpness=-1)
+        relevance.Relevance(sharpness=-1)

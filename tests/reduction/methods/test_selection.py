@@ -38,15 +38,15 @@ def slow_dart(features, query, lead, ask, count):
 def test_dart(keep, seed):
     s, chosen = signals(seed=seed), options("dart", keep=keep, pivots=4)
     expected = slow_dart(s.features, s.query, best(length(s.features), 4), [], chosen.budget(s.grid))
-    assert run("dart", s, chosen).anchor.tolist() == expected
+    assert run(chosen, s).anchor.tolist() == expected
 
 
 @pytest.mark.parametrize(("keep", "pivots"), [(0.02, 1), (0.25, 10), (0.5, 19)])
 def test_four_in_five_of_the_tokens_that_dart_keeps_are_pivots_by_default(keep, pivots):
     s = signals()
-    count = dart.Options(keep=keep).budget(s.grid)
+    count = dart.Dart(keep=keep).budget(s.grid)
     expected = slow_dart(s.features, s.query, best(length(s.features), pivots), [], count)
-    assert run("dart", s, dart.Options(keep=keep)).anchor.tolist() == expected
+    assert run(dart.Dart(keep=keep), s).anchor.tolist() == expected
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7])
@@ -55,7 +55,7 @@ def test_dart_within_the_language_model_chooses_pivots_by_keys(keep):
     lead, ask = best(length(s.keys), 4), best(length(s.query_keys), 4)
     assert lead != best(length(s.features), 4)
     count = chosen.budget(s.grid)
-    assert run("dart-llm", s, chosen).anchor.tolist() == slow_dart(s.features, s.query, lead, ask, count)
+    assert run(chosen, s).anchor.tolist() == slow_dart(s.features, s.query, lead, ask, count)
 
 
 def test_dart_keeps_as_many_as_published_where_that_is_the_budget():
@@ -66,13 +66,13 @@ def test_dart_keeps_as_many_as_published_where_that_is_the_budget():
     for pivot in [s.features[i] for i in lead] + [s.query[i] for i in ask]:
         free = sorted((i for i in range(48) if i not in kept), key=lambda i: (cosine(pivot, s.features[i]), i))
         kept |= set(free[:4])
-    assert run("dart-llm", s, chosen).anchor.tolist() == sorted(kept)
+    assert run(chosen, s).anchor.tolist() == sorted(kept)
 
 
 def test_dart_without_text_behind_the_image():
     s = signals()
     none = dict.fromkeys(("query", "query_keys"), s.query[:0])
-    assert len(run("dart-llm", type(s)(**vars(s) | none), options("dart-llm", keep=0.5)).anchor) == 24
+    assert len(run(options("dart-llm", keep=0.5), type(s)(**vars(s) | none)).anchor) == 24
 
 
 def test_dart_drops_duplicates_of_a_pivot():
@@ -129,33 +129,33 @@ def test_evs_keeps_the_first_frame_and_what_changes_most():
     vllms = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(vllms)
     for keep, count in ((0.75, 45), (0.5, 30), (0.1, 20)):
-        kept = run("evs", signals(grid), evs.Options(keep=keep)).anchor.tolist()
+        kept = run(evs.EVS(keep=keep), signals(grid)).anchor.tolist()
         assert kept == sorted(best(change, count))
         assert kept == vllms.compute_retention_mask(features, grid, 1, 1 - keep).nonzero()[:, 0].tolist()
-    assert len(run("evs", signals((1, 6, 8)), evs.Options(keep=0.1)).anchor) == 48
+    assert len(run(evs.EVS(keep=0.1), signals((1, 6, 8))).anchor) == 48
 
 
 def test_evs_of_a_share_that_is_no_token_keeps_the_first_frame():
-    s, chosen = signals((4, 1, 2)), evs.Options(keep=0.05)  # 0.4 of a token
-    assert chosen.budget(s.grid) == 2 and not methods.too_small(evs, s.grid, chosen)
-    assert run("evs", s, chosen).anchor.tolist() == [0, 1]
-    assert methods.too_small(evs, (1, 1, 2), chosen)  # of an image that is all
+    s, chosen = signals((4, 1, 2)), evs.EVS(keep=0.05)  # 0.4 of a token
+    assert chosen.budget(s.grid) == 2 and not methods.too_small(chosen, s.grid)
+    assert run(chosen, s).anchor.tolist() == [0, 1]
+    assert methods.too_small(chosen, (1, 1, 2))  # of an image that is all
 
 
 def test_fastv_keeps_the_most_attended():
     s = signals()
-    assert run("fastv", s, fastv.Options(keep=0.25)).anchor.tolist() == sorted(best(s.saliency.tolist(), 12))
+    assert run(fastv.FastV(keep=0.25), s).anchor.tolist() == sorted(best(s.saliency.tolist(), 12))
 
 
 def test_random_follows_from_seed_and_grid_alone():
     draw = random.Random("3 (1, 6, 8)")
     scores = [draw.random() for _ in range(48)]
-    assert run("random", signals(), options("random", keep=0.25, seed=3)).anchor.tolist() == sorted(best(scores, 12))
+    assert run(options("random", keep=0.25, seed=3), signals()).anchor.tolist() == sorted(best(scores, 12))
 
 
 def test_random_is_nested_and_depends_on_the_seed():
     few, half, other = (
-        set(run("random", signals(), options("random", keep=keep, seed=seed)).anchor.tolist())
+        set(run(options("random", keep=keep, seed=seed), signals()).anchor.tolist())
         for keep, seed in ((0.2, 0), (0.5, 0), (0.5, 1))
     )
     assert few < half and half != other
@@ -164,13 +164,13 @@ def test_random_is_nested_and_depends_on_the_seed():
 def test_random_chooses_every_token_equally_often():
     counts = torch.zeros(48)
     for seed in range(400):
-        counts[run("random", signals(), options("random", keep=0.5, seed=seed)).anchor] += 1
+        counts[run(options("random", keep=0.5, seed=seed), signals()).anchor] += 1
     assert (counts - 200).abs().max() < 5 * 10  # five standard deviations of a fair coin
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 4), (2, 4, 4), (1, 8, 16)])
 def test_uniform_is_the_regular_grid_where_it_divides(grid):
-    kept = run("uniform", signals(grid), uniform.Options(keep=0.25)).anchor
+    kept = run(uniform.Uniform(keep=0.25), signals(grid)).anchor
     frames, rows, columns = grid
     places = itertools.product(range(frames), range(1, rows, 2), range(1, columns, 2))
     assert kept.tolist() == [(f * rows + r) * columns + c for f, r, c in places]
@@ -181,7 +181,7 @@ def test_uniform_is_the_regular_grid_where_it_divides(grid):
 )
 def test_uniform_leaves_no_hole(rows, columns, count):
     """Every token has a kept one as near as a square of 1/count of the image is wide, in rows and in columns."""
-    kept = run("uniform", signals((1, rows, columns)), uniform.Options(keep=count / (rows * columns))).anchor.tolist()
+    kept = run(uniform.Uniform(keep=count / (rows * columns)), signals((1, rows, columns))).anchor.tolist()
     assert len(kept) == count
     reach = math.ceil(math.sqrt(rows * columns / count))
     for r, c in itertools.product(range(rows), range(columns)):
@@ -189,9 +189,9 @@ def test_uniform_leaves_no_hole(rows, columns, count):
 
 
 def test_uniform_spreads_over_frames():
-    kept = run("uniform", signals((4, 3, 3)), uniform.Options(keep=10 / 36)).anchor
+    kept = run(uniform.Uniform(keep=10 / 36), signals((4, 3, 3))).anchor
     assert sorted(torch.bincount(kept // 9, minlength=4).tolist()) == [2, 2, 3, 3]
-    assert run("uniform", signals((5, 3, 3)), uniform.Options(keep=1 / 45)).anchor.tolist() == [2 * 9 + 4]  # the centre
+    assert run(uniform.Uniform(keep=1 / 45), signals((5, 3, 3))).anchor.tolist() == [2 * 9 + 4]  # the centre
 
 
 def test_methods_that_drop_within_the_language_model_say_that_nothing_serves_them():

@@ -24,7 +24,7 @@ def test_a_served_method_looks_at_no_value(name, chosen):
     image = signals((3, 4, 4) if name == "evs" else (1, 6, 8))
     rows = served(name, bare(image), **chosen)
     adaptive = REGISTRY.get(name).COUNT == "adaptive"
-    count = COUNT if adaptive else len(run(name, image, options(name, keep=KEEP, **chosen)).anchor)
+    count = COUNT if adaptive else len(run(options(name, keep=KEEP, **chosen), image).anchor)
     assert rows.shape == (count, image.features.shape[1])
 
 
@@ -36,16 +36,16 @@ def test_looking_at_signals_or_a_result_is_a_wait():
         Reduction.keep(torch.zeros(3, dtype=torch.int64, device="meta"), 48).check()
 
 
-BATCHED = [name for name in REGISTRY.names() if getattr(REGISTRY.get(name), "BATCHED", False)]
+BATCHED = [name for name in REGISTRY.names() if REGISTRY.get(name).BATCHED]
 
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_images_at_once_are_reduced_as_each_by_itself(name):
     """Where kernels are launched, all images of a call go through each step together, without a wait."""
     images = [signals(seed=seed) for seed in range(5)]
-    method, chosen = REGISTRY.get(name), options(name, keep=KEEP)
-    assert len(methods.reduce_all(method, [bare(image) for image in images], chosen, check=False)) == len(images)
-    alone = [methods.reduce(method, image, chosen) for image in images]
-    needed = [Signals(image.grid, features=image.features, saliency=image.saliency) for image in images]
-    for result, expected in zip(_run._at_once(method, needed, chosen), alone, strict=True):
+    reducer = options(name, keep=KEEP)
+    assert len(methods.reduce_all(reducer, [bare(image) for image in images], check=False)) == len(images)
+    alone = [methods.reduce(reducer, image) for image in images]
+    needed = [Signals(image.grid, features=image.features) for image in images]
+    for result, expected in zip(_run._at_once(reducer, needed), alone, strict=True):
         assert torch.equal(result.target, expected.target) and torch.equal(result.check().anchor, expected.anchor)

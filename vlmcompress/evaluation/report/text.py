@@ -86,19 +86,6 @@ def markdown(findings: Findings) -> str:
     return "\n\n".join(kept) + "\n"
 
 
-def card_section(findings: Findings) -> str:
-    """The results section of a model card: verdict, accuracy and speed, with third-level headings."""
-    results = findings.results
-    sections = [
-        f"Compared with {escape(results.baseline.name)}.",
-        "\n".join(f"- {escape(line)}" for line in findings.headline),
-        *_figures(findings),
-        escape(words.glossary(results)),
-        escape(findings.about),
-    ]
-    return "\n\n".join(re.sub(r"^## ", "### ", section) for section in sections)
-
-
 def _figures(findings: Findings) -> list[str]:
     """Sections on recovered scores, the accuracy of each suite, and speed."""
     results, rows = findings.results, list[tuple[str, ...]]()

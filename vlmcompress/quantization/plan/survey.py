@@ -207,7 +207,7 @@ def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
     """Reasons why the recipe's rotation would change the model's answers. `source`: rotated already, or not."""
     if recipe.rotate is None:
         return []
-    if recipe.reduce is not None and recipe.reduce.options.by_channel:
+    if recipe.reduce is not None and recipe.reduce.reducer.by_channel:
         return [
             f"reduce {recipe.reduce}: it ranks visual tokens by single channels, so that with --rotate it would keep "
             "others; take another, such as divprune, or leave out --rotate"

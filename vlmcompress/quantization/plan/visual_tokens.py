@@ -44,7 +44,7 @@ class VisualTokens:
     @property
     def learns(self) -> bool:
         """Whether thresholds or counts are learned from calibration images."""
-        return self.counted or (self.reducer is not None and self.reducer.options.needs_thresholds)
+        return self.counted or (self.reducer is not None and self.reducer.reducer.needs_thresholds)
 
     @property
     def text(self) -> str:
@@ -76,7 +76,7 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
 def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
     if resize and not resize.settled:  # which depends on the calibration images
         return None
-    if reducer and chooses_images(reducer.module):  # of a single image nothing goes
+    if reducer and chooses_images(reducer.reducer):  # of a single image nothing goes
         reducer = None
     if reducer is None and resize is None:
         return None

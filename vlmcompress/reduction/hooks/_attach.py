@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,13 +29,13 @@ class KeptWhole(UserWarning):
 class Attachment(Generic[Held]):
     """A reducer attached to a model. Use it as a context manager, or call `detach`.
 
-    `seen`: the units of the latest call with images, with their reductions.
+    reduced_units: the units of the latest call with images, with their reductions.
     """
 
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any):
+    def __init__(self, vlm: VLM, chosen: ReducerChoice):
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
-        self.vlm, self.module, self.options = vlm, module, options
+        self.vlm, self.chosen, self.reducer = vlm, chosen, chosen.reducer
         self._warned = False  # whether `KeptWhole` was issued
         self.reduced_units: list[Reduced] = []
         self._call: Call | None = None
@@ -60,11 +59,6 @@ class Attachment(Generic[Held]):
             self.detach()
             raise
 
-    @property
-    def chosen(self) -> ReducerChoice:
-        """The attached reducer with its options."""
-        return ReducerChoice(self.module.__name__.rpartition(".")[2].replace("_", "-"), self.options)
-
     def detach(self) -> None:
         """Remove all hooks. The model is as it was; caches filled with the reducer on cannot be continued."""
         while self._undo:
@@ -83,11 +77,7 @@ class Attachment(Generic[Held]):
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Pairs (decoder block, units of the latest call with images from that block on), ascending; unreduced before the
-        first.
-
-        The last ones are `seen`.
-        """
+        """Pairs (decoder block, units of the latest call with images from that block on); unreduced before the block."""
         return [(0, self.reduced_units)]
 
     def __enter__(self) -> Attachment[Held]:
@@ -191,21 +181,17 @@ class Attachment(Generic[Held]):
         assert self._call is not None
         return units(self.vlm, self._call)
 
-    def _decide(self, units: Sequence[Unit], signals: Sequence[Signals], options: Any = None) -> list[Reduction]:
-        """Decide the reduction of the rows of each unit's signals, and add the units with their reductions to `seen`.
-
-        options: options of this decision, for methods that make several.
-        """
+    def _decide(self, units: Sequence[Unit], signals: Sequence[Signals]) -> list[Reduction]:
+        """Decide the reduction of each unit's rows, and add the units with their reductions to `reduced_units`."""
         for unit in units:
-            if not self._warned and methods.too_small(self.module, unit.grid, self.options):
+            if not self._warned and methods.too_small(self.reducer, unit.grid):
                 self._warned = True
                 grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
-                text = f"keep={self.options.keep:g}: the share is less than one token of {grid}; such images are kept whole"
+                text = f"keep={self.reducer.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
-        results = methods.reduce_all(self.module, signals, options or self.options)
-        for unit, image, result in zip(units, signals, results, strict=True):
-            total = result if image.merged is None else image.merged.then(result)
-            self.reduced_units.append(Reduced(**vars(unit), reduction=total))
+        results = methods.reduce_all(self.reducer, signals)
+        for unit, result in zip(units, results, strict=True):
+            self.reduced_units.append(Reduced(**vars(unit), reduction=result))
         return results
 
     def _words(self, mask: Tensor) -> Tensor:

@@ -11,10 +11,8 @@ everything. Each image is judged only by the attention on it. Without a cache no
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,51 +24,35 @@ from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
-from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.methods import Reduction, Signals, pevlm
 from vlmcompress.utils.errors import UserError
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The remaining tokens of a call in a block.
-
-    rows: their slots.
-    mask: the block's attention mask.
-    real: `[b, t]` bool, whether there is a token in each slot of the block's cache, this call's among them.
-    """
-
-    rows: Slots
-    mask: Any
-    real: Tensor
-
-
-class Inside(Attachment[tuple[Slots, ...]]):
+class Inside(Attachment[Slots]):
     """Shortens the hidden states before block K, and mask and rotations for it and all later blocks.
 
-    A method may drop tokens before several blocks; statements about K then hold for each of them. For a cache the slots after
-    each drop are stored. A dropped token is in no later block; columns always refer to the full sequence.
+    For a cache the slots of block K are stored; columns always refer to the full sequence.
     """
 
     def _hook(self) -> None:
-        self._pending: tuple[list[Unit], Tensor, tuple[Slots, ...], int] | None = (
-            None  # of this call, until the last drop
-        )
+        self._pending: tuple[list[Unit], Tensor, Slots, int] | None = None  # of this call, until block K
         self._states: tuple[Tensor, Tensor, float] | None = None  # queries and keys of block K - 1
-        self._now: _Rows | None = None  # of this call's tokens; None: all, and of those in the cache, too
-        self._stages: list[tuple[int, list[Reduced]]] = []
+        self._now: tuple[Slots, Any] | None = (
+            None  # this call's remaining tokens and the mask from block K on; None: all
+        )
         blocks: Any = self.text.get_submodule("layers")
-        self._drops = self.options.drops(len(blocks))
-        turns = {layer: turn for turn, (layer, _) in enumerate(self._drops)}
-        for layer in turns:
-            # FastV's layer K - 1, whose attention decides what block K gets.
-            self._undo.append(tap(blocks[layer - 1].self_attn, self._listen))
-        for number in range(min(turns), len(blocks)):
-            self._before(blocks[number], functools.partial(self._shorten, turns.get(number)))
+        assert self.reducer.layer is not None
+        self._layer = self.reducer.layer  # K
+        # FastV's layer K - 1, whose attention decides what block K gets.
+        self._undo.append(tap(blocks[self._layer - 1].self_attn, self._listen))
+        self._before(blocks[self._layer], self._drop)
+        for block in blocks[self._layer :]:
+            self._before(block, self._shorten)
 
     @property
     def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Units of the latest call with images after each drop."""
-        return self._stages
+        """Block K with the units of the latest call with images."""
+        return [(self._layer, self.reduced_units)]
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super()._begin(module, args, kwargs)
@@ -84,111 +66,89 @@ class Inside(Attachment[tuple[Slots, ...]]):
         if self._pending is not None and self._pending[0]:
             self._states = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Return the arguments unchanged, for the first blocks, and store what block K needs."""
         cache, embeds = kwargs.get("past_key_values"), kwargs["inputs_embeds"]
         before = cache.get_seq_length() if cache is not None else 0  # length of block 0's cache, which lacks nothing
-        held = past or (Slots.identity(len(embeds), before, embeds.device),) * len(self._drops)
-        if any(before < slots.length for slots in held):
+        held = past or Slots.identity(len(embeds), before, embeds.device)
+        if before < held.length:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         self._pending = units, full_mask(kwargs, before), held, before
         self._new = past
         return kwargs
 
-    def _shorten(
-        self, turn: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict] | None:
-        """Hook before block K and each after it: shorten its arguments. `turn`: number of the drop before this block."""
-        if turn is not None and self._pending is not None:
-            args, kwargs = self._drop(turn, args, kwargs)
+    def _shorten(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Hook before block K and each after it: shorten its rotations and positions, and set its mask."""
         if self._now is None:
             return None
-        rows = self._now.rows
+        rows, mask = self._now
         rotations = tuple(rows.pick(part, part.ndim - 2) for part in kwargs["position_embeddings"])
         positions = kwargs.get("position_ids")
         if positions is not None:
             positions = rows.pick(positions, positions.ndim - 1)
-        changed = {"position_embeddings": rotations, "position_ids": positions, "attention_mask": self._now.mask}
+        changed = {"position_embeddings": rotations, "position_ids": positions, "attention_mask": mask}
         return args, kwargs | changed
 
-    def _drop(self, turn: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Decide all reductions; returns block K's arguments with only the kept rows of its hidden states `[b, s, d]`."""
-        assert self._pending is not None
-        (units, mask, every, before), hidden = self._pending, args[0]
+    def _drop(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Hook before block K: decide all reductions, and leave only the kept rows of its hidden states `[b, s, d]`."""
+        if self._pending is None:
+            return None
+        (units, mask, held, before), hidden = self._pending, args[0]
         config: Any = self.text.config
-        real, held = mask[:, before:].bool(), every[turn]
-        if self._now is not None:
-            hidden = self._now.rows.spread(hidden)
+        real = mask[:, before:].bool()
         keep = torch.ones_like(real)
         if units:
-            hidden = self._decide_all(turn, units, hidden, mask.bool(), before)
+            hidden = self._decide_all(units, hidden, mask.bool(), before)
             for unit in self.reduced_units:
                 keep[unit.row, unit.columns] = False
                 keep[unit.row, unit.columns[unit.reduction.anchor]] = True
-        self._states = None
-        if turn == len(self._drops) - 1:
-            self._pending = None
+        self._states = self._pending = None
         dropped = not keep.all()
         if not dropped and self._new is None:
-            return args, kwargs
+            return None
         new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
         layout = held.then(before - held.length, new)
         if dropped:
-            slots = self._new or (Slots.identity(mask.shape[0], mask.shape[1], mask.device),) * len(self._drops)
-            self._new = (*slots[:turn], layout, *slots[turn + 1 :])
-        hidden, visible = new.pick(hidden), layout.mask(mask)
+            self._new = layout
+        hidden = new.pick(hidden)
         # transformers makes one mask for all blocks, of the full length; blocks from here on need one of their own length.
         causal = create_causal_mask(
             config=config,
             inputs_embeds=hidden,
-            attention_mask=visible,
+            attention_mask=layout.mask(mask),
             past_key_values=kwargs.get("past_key_values"),
-            layer_idx=self._drops[turn][0],
+            layer_idx=self._layer,
         )
-        self._now = _Rows(new, causal, visible.bool())
+        self._now = new, causal
         return (hidden, *args[1:]), kwargs
 
-    def _decide_all(self, turn: int, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
+    def _decide_all(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
         """Decide the reduction of each unit; returns the hidden states `[b, s, d]` with merged rows at their anchors."""
-        layer, options = self._drops[turn]
-        done = [unit.reduction for unit in self.reduced_units] if turn else [None] * len(units)
         self.reduced_units, states = [], hidden
         hidden = hidden.clone()
-        for unit, signals in zip(units, self._signals(units, done, states, mask, before), strict=True):
-            result = self._decide([unit], [signals], options)[0]
-            columns = _columns(unit, signals.merged)
-            hidden[unit.row, columns[result.anchor]] = result.apply(states[unit.row, columns])
-        self._stages = [*(self._stages if turn else []), (layer, self.reduced_units)]
+        for unit, signals in zip(units, self._signals(units, states, mask, before), strict=True):
+            result = self._decide([unit], [signals])[0]
+            hidden[unit.row, unit.columns[result.anchor]] = result.apply(states[unit.row, unit.columns])
         return hidden
 
-    def _signals(
-        self, units: list[Unit], done: Sequence[Reduction | None], hidden: Tensor, mask: Tensor, before: int
-    ) -> list[Signals]:
-        """Signals of this stage, from block K - 1: attention, keys, and states through the final norm.
-
-        `done`: each unit's reduction by earlier drops; rows of dropped tokens are never read.
-        """
+    def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
+        """Signals from block K - 1: attention, keys, and states through the final norm."""
         assert self._states is not None
         key, tokens = self._states[1], hidden.shape[1]
-        if self._now is None:
-            saliency = self._attention(self._states, mask, before)[:, before:]
-            keys = join_heads(key)[:, before:]
-        else:
-            rows, start = self._now.rows, key.shape[2] - self._now.rows.width
-            saliency = rows.spread(self._attention(self._states, self._now.real, start)[:, start:])
-            keys = rows.spread(join_heads(key)[:, start:])
-        needs = self.module.NEEDS
+        saliency = self._attention(self._states, mask, before)[:, before:]
+        keys = join_heads(key)[:, before:]
+        needs = self.reducer.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
         words = self._words(mask[:, before:]) if "query" in needs else None
         signals = []
-        for unit, merged in zip(units, done, strict=True):
-            row, columns = unit.row, _columns(unit, merged)
+        for unit in units:
+            row, columns = unit.row, unit.columns
             optional: dict[str, Any] = {"saliency": saliency[row, columns], "keys": keys[row, columns]}
             if states is not None and words is not None:
-                after = words[row] & (torch.arange(tokens, device=words.device) > unit.columns[-1])
+                after = words[row] & (torch.arange(tokens, device=words.device) > columns[-1])
                 optional |= {"features": states[row, columns], "query": states[row, after]}
                 optional["query_keys"] = keys[row, after]
-            signals.append(Signals(unit.grid, heads=key.shape[1], merged=merged, **optional))
+            signals.append(Signals(unit.grid, heads=key.shape[1], **optional))
         return signals
 
     def _attention(self, states: tuple[Tensor, Tensor, float], mask: Tensor, before: int) -> Tensor:
@@ -198,11 +158,6 @@ class Inside(Attachment[tuple[Slots, ...]]):
         last = (mask[:, before:] * torch.arange(1, query.shape[2] + 1, device=mask.device)).argmax(1)
         visible = mask & (torch.arange(mask.shape[1], device=mask.device) <= before + last[:, None])
         return received(query[rows, :, last], key, scale, visible)
-
-
-def _columns(unit: Unit, done: Reduction | None) -> Tensor:
-    """Columns of a unit's remaining tokens."""
-    return unit.columns if done is None else unit.columns[done.anchor]
 
 
 _Left = list[tuple[int, Reduced]]
@@ -219,24 +174,19 @@ class Generating(Inside):
         self._step: tuple[list[Unit], Tensor, Slots | None, int] | None = None
         self._heard: tuple[Tensor, Tensor, float] | None = None
 
-    @property
-    def stages(self) -> list[tuple[int, list[Reduced]]]:
-        """Units of the latest call with images, after the latest step."""
-        return [(self.options.layer, self.reduced_units)]
-
     def _listen(self, query: Tensor, key: Tensor, scale: float) -> None:
         if self._step is not None:
             self._heard = query, key, scale
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: tuple[Slots, ...] | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Return the arguments unchanged, and store what is needed after the call."""
         cache: Any = kwargs.get("past_key_values")
-        if past is not None and cache.layers[self.options.layer].keys is not self._keys.get(cache):
+        if past is not None and cache.layers[self._layer].keys is not self._keys.get(cache):
             raise UserError(
                 "tokens were dropped from a cache that was then cut or reordered (beam search?); start over"
             )
         before = cache.get_seq_length() if cache is not None else 0
-        self._step = units, full_mask(kwargs, before).bool(), past[0] if past else None, before
+        self._step = units, full_mask(kwargs, before).bool(), past, before
         return super()._reduce(kwargs, [], past)
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -264,8 +214,8 @@ class Generating(Inside):
             fewer = Slots.of(keep, mask)
             self._cut(cache, layout.slots_of(fewer), layout.width)
             layout = fewer
-        self._left[cache], self._caches[cache] = left, (layout,)
-        self._keys[cache] = cache.layers[self.options.layer].keys
+        self._left[cache], self._caches[cache] = left, layout
+        self._keys[cache] = cache.layers[self._layer].keys
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
@@ -275,11 +225,11 @@ class Generating(Inside):
         """Reduce an image further, by the newest token's `attention [n]` on its tokens."""
         done = unit.reduction
         signals = Signals(unit.grid, saliency=attention[done.anchor], merged=done)
-        return replace(unit, reduction=done.then(methods.reduce(self.module, signals, self.options)))
+        return replace(unit, reduction=done.then(methods.reduce(self.reducer, signals)))
 
     def _cut(self, cache: Any, slots: Tensor, width: int) -> None:
         """Cut the caches of block K and those after it from `width` slots to `slots [b, m]`."""
-        layers: Any = cache.layers[self.options.layer :]
+        layers: Any = cache.layers[self._layer :]
         is_dynamic = all(isinstance(layer, DynamicLayer) for layer in layers)
         if not is_dynamic or any(layer.keys.shape[2] != width for layer in layers):
             raise UserError("tokens can be dropped from a DynamicCache that holds all others; use the default cache")
@@ -325,12 +275,12 @@ class Blocks(Attachment[Slots]):
         visible = mask[:, None].repeat(1, tokens, 1)  # [b, s, before + s]
         plain = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         for row_mask, parts in zip(visible, rows_parts, strict=True):
-            row_mask[:, before:] &= plain if parts is None else self.module.mask(parts).to(mask.device)
+            row_mask[:, before:] &= plain if parts is None else pevlm.mask(parts).to(mask.device)
         visible[:, :, before:] |= torch.eye(tokens, dtype=torch.bool, device=mask.device)  # padding sees itself
         return kwargs | {"attention_mask": visible[:, None]}
 
     def _parts(self, units: list[Unit], row: int, tokens: int) -> list[int] | None:
         """Lengths of the sink, the blocks and the question of a row of `tokens`; None if there is at most one block."""
         images = sorted({unit.span for unit in units if unit.row == row})
-        parts = self.module.parts(images, tokens, self.options) if images else []
+        parts = self.reducer.attention_parts(images, tokens) if images else []
         return parts if len(parts) > 3 else None

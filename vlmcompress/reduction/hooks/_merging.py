@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, block_side, patch_side
+from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.tap import join_heads, tap
-from vlmcompress.reduction.hooks.units import Reduced, Unit, block, patch
-from vlmcompress.reduction.methods import Merger, Reduction, TokenCounter
+from vlmcompress.reduction.hooks.units import Reduced, Unit
+from vlmcompress.reduction.methods import Merger, Reducer, Reduction, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.utils.errors import UserError
 
@@ -92,16 +92,16 @@ class EncoderHooks:
         return None if self.merger is None else self.merger.spread(output)
 
 
-def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, method: ModuleType, options: Any, kind: type[M]) -> M:
+def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, reducer: Reducer, kind: type[M]) -> M:
     """Make the merger for rows `states [images, rows, d]` of pictures `pixels [..., height, width]`."""
     config = vlm.model.config
-    side = block(config)
-    height, width = (edge // (patch(config) * side) for edge in pixels.shape[-2:])
+    side = block_side(config)
+    height, width = (edge // (patch_side(config) * side) for edge in pixels.shape[-2:])
     aside = int(strategy(config) == "default")  # CLS
     if states.shape[1] != aside + height * width * side**2:
         raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
     grids = [(1, height, width)] * len(states)
-    return kind(method, options, grids, feature_layers(config), aside, device=states.device, side=side)
+    return kind(reducer, grids, feature_layers(config), aside, device=states.device, side=side)
 
 
 def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
@@ -122,9 +122,9 @@ class Merging(Early):
     counter: computes how many tokens each image keeps; None: the method decides.
     """
 
-    def __init__(self, vlm: VLM, module: ModuleType, options: Any, counter: TokenCounter | None = None):
+    def __init__(self, vlm: VLM, chosen: ReducerChoice, counter: TokenCounter | None = None):
         self.counter = counter
-        super().__init__(vlm, module, options)
+        super().__init__(vlm, chosen)
 
     def _hook(self) -> None:
         self._encoder, self._merged = {}, []
@@ -146,7 +146,7 @@ class Merging(Early):
     def _start(self, states: Tensor) -> Merger | None:
         if self._call is None:
             return None
-        merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.module, self.options, Merger)
+        merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.reducer, Merger)
         if self.counter:
             merger.counts = [self.counter.count(picture) for picture in pictures(self.vlm, self._call.arguments)]
         return merger

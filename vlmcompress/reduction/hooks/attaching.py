@@ -11,8 +11,8 @@ transformers itself does not know the block and keeps all visual tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from vlmcompress.models import VLM, read_json, spec_for
@@ -24,44 +24,43 @@ from vlmcompress.reduction.hooks._decoder import Blocks, Generating, Inside
 from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.views import Views
-from vlmcompress.reduction.methods import REGISTRY, TokenCounter
+from vlmcompress.reduction.methods import Reducer, TokenCounter
 from vlmcompress.reduction.support import check_counter, check_reducer
 
 
 def attach(
-    vlm: VLM, method: str | ReducerChoice, options: Any = None, counter: TokenCounter | None = None
+    vlm: VLM, method: str | ReducerChoice, options: Mapping[str, Any] | None = None, counter: TokenCounter | None = None
 ) -> Attachment:
     """Reduce the visual tokens of `vlm` from now on.
 
     Args:
         vlm: the model; one reducer at a time (ValueError).
         method: name of a reducer, or one with its options (`vlmcompress.reduction.choice`).
-        options: its `Options`, or a mapping of them; default: its defaults.
+        options: its options; default: its defaults.
         counter: computes how many tokens each image keeps, instead of the method (`dymu`), as when an engine serves it.
 
             Raises UserError if the method does not support this model (see `support.check_reducer`) or an option is wrong. An
             image whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
-        ready = isinstance(options, REGISTRY.get(method).Options)
-        method = ReducerChoice(method, options) if ready else make_choice(method, options or {}, "reduce")
+        method = make_choice(method, options or {}, "reduce")
     check_reducer(vlm, method)
     method = threshold_file.require_thresholds(vlm, scorer_file.load_scorer(vlm.model.config, method))
     if counter is None:
-        return _kind(method.module)(vlm, method.module, method.options)
+        return _kind(method.reducer)(vlm, method)
     check_counter(vlm.model.config, method, counter)
-    return Merging(vlm, method.module, method.options, counter)
+    return Merging(vlm, method, counter)
 
 
-def _kind(module: ModuleType) -> type[Attachment]:
+def _kind(reducer: Reducer) -> type[Attachment]:
     """The class of attachment that applies a method."""
-    if hasattr(module, "merge"):
+    if reducer.MERGES:
         return Merging
-    if hasattr(module, "mask"):
+    if reducer.RESTRICTS:
         return Blocks
-    if module.STAGE == "llm":
-        return Inside if module.COUNT == "fixed" else Generating
-    if module.STAGE == "pixels":
+    if reducer.STAGE == "llm":
+        return Inside if reducer.COUNT == "fixed" else Generating
+    if reducer.STAGE == "pixels":
         return Views
     return Early
 

@@ -11,7 +11,7 @@ from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Slots, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
-from vlmcompress.reduction.support import feature_layers, reads_encoder
+from vlmcompress.reduction.support import feature_layers, needs_encoder
 from vlmcompress.utils.errors import UserError
 
 
@@ -22,17 +22,17 @@ class Early(Attachment[Slots]):
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
         self._merged: list[Reduction] = []  # reductions decided before the projector
         config = self.vlm.model.config
-        if not reads_encoder(self.vlm.spec, config, self.module):
+        if not needs_encoder(self.reducer):
             return
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.vision_layers)
         last = feature_layers(config) - 1
         # The layer whose output is used, as in VisionZip: for LLaVA's `vision_feature_layer=-2` the second to last.
         self._undo.append(tap(layers[last].self_attn, self._last))
-        shallow = self.options.shallow
+        shallow = self.reducer.shallow
         if shallow is not None and shallow != last:
             self._undo.append(tap(layers[shallow].self_attn, self._shallow))
         self._same = shallow == last
-        if self.module.STAGE == "encoder":
+        if self.reducer.STAGE == "encoder":
             projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
             self._before(projector, self._merge)
             self._after(projector, self._place)
@@ -138,10 +138,10 @@ class Early(Attachment[Slots]):
         """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the reduction of each unit."""
         if not units:
             return embeds, []
-        if self.module.STAGE != "projected":  # applied already
+        if self.reducer.STAGE != "projected":  # applied already
             return embeds, list(zip(units, self._merged, strict=True))
         self.reduced_units = []
-        words = self._words(real) if "query" in self.module.NEEDS else None
+        words = self._words(real) if "query" in self.reducer.NEEDS else None
         features = [embeds[unit.row, unit.columns] for unit in units]
         queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]
         results = self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])

@@ -27,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from vlmcompress.models import VLM
+from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._attach import Attachment
 from vlmcompress.reduction.hooks.units import Slots, Unit
-from vlmcompress.reduction.methods import REGISTRY, Grid
+from vlmcompress.reduction.methods import Grid, learned
 from vlmcompress.utils.errors import UserError
 
 Gate = Callable[[Tensor, Grid], Tensor]
@@ -49,8 +50,7 @@ class Gated(Attachment[Slots]):
             )
         self.gate: Gate | None = None
         self._gates: Tensor | None = None
-        method = REGISTRY.get("learned")
-        super().__init__(vlm, method, method.Options())
+        super().__init__(vlm, ReducerChoice("learned", learned.REDUCER))
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         self._gates = None  # a prompt without images has none

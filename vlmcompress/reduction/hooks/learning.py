@@ -1,7 +1,7 @@
 """Learn, from images, DyMU's thresholds and a predictor of the number of tokens that an image keeps.
 
 For DyMU, images go through the encoder in batches of 64. In each layer a batch's threshold is set so that it merges the
-scheduled number of pairs, which over all layers leaves a share `keep` of the tokens (`tome.schedule`); the next layer gets the
+scheduled number of pairs, which over all layers leaves a share `keep` of the tokens (`dymu.schedule`); the next layer gets the
 merged rows, and the result are mean thresholds over all batches. So images keep `keep` of their tokens on average, simple ones
 fewer. Families that cut images into tiles learn from the tiles.
 """
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.models import VLM
+from vlmcompress.models import VLM, patch_side
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._merging import EncoderHooks, M, merger_of, pictures
-from vlmcompress.reduction.hooks.units import patch
-from vlmcompress.reduction.methods import REGISTRY, Grid, Merger, TokenCounter, fit_counter
+from vlmcompress.reduction.methods import Grid, Merger, Reducer, TokenCounter, dymu, fit_counter, share
 from vlmcompress.reduction.support import count_bounds
-from vlmcompress.reduction.threshold_file import METHOD, load_thresholds, tower
+from vlmcompress.reduction.threshold_file import load_thresholds, tower
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
@@ -35,16 +34,14 @@ class _Learning(Merger):
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.found: list[float] = []
-        assert self.options.keep is not None
-        self._pairs = _schedule(self.grids[0], self.options.keep, self.layers)
+        assert self.reducer.keep is not None
+        self._pairs = _schedule(self.grids[0], self.reducer.keep, self.layers)
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
-        dymu, scores = REGISTRY.get(METHOD), []
-        for image in range(len(self.merged)):
-            scores.append(dymu.best(self.signals(image, keys, heads)))
+        scores = [dymu.best(self.signals(image, keys, heads)) for image in range(len(self.merged))]
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
-        self.options = self.options.with_thresholds((*self.found, *rest))
+        self.reducer = self.reducer.with_thresholds((*self.found, *rest))
         return super().merge(layer, states, keys, heads)
 
 
@@ -60,13 +57,13 @@ def learn_thresholds(
             any, must have been read.
     """
     chosen = load_thresholds(vlm, chosen)
-    if chosen.options.thresholds is not None:
+    if chosen.reducer.thresholds is not None:
         return chosen
     levels = []
     for part, parts in _pictures(vlm, batches):
-        levels.append(_run(vlm, part, chosen.options, _Learning).found)
+        levels.append(_run(vlm, part, chosen.reducer, _Learning).found)
         progress("thresholds", len(levels), parts)
-    return chosen.with_thresholds(REGISTRY.get(METHOD).average(levels))
+    return chosen.with_thresholds(dymu.average(levels))
 
 
 @torch.no_grad()
@@ -75,7 +72,7 @@ def count_kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Reduce
     return [
         len(reduction.anchor)
         for part, _parts in _pictures(vlm, batches)
-        for reduction in _run(vlm, part, chosen.options, Merger).merged
+        for reduction in _run(vlm, part, chosen.reducer, Merger).merged
     ]
 
 
@@ -84,14 +81,13 @@ def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerCh
     images = [
         picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
     ]
-    least, tokens = count_bounds(vlm.model.config, chosen.module)
-    return fit_counter(images, count_kept(vlm, batches, chosen), patch(vlm.model.config), tokens, least)
+    least, tokens = count_bounds(vlm.model.config, chosen.reducer)
+    return fit_counter(images, count_kept(vlm, batches, chosen), patch_side(vlm.model.config), tokens, least)
 
 
 def _schedule(grid: Grid, keep: float, layers: int) -> list[int]:
-    tome = REGISTRY.get("tome")
     try:
-        return tome.schedule(math.prod(grid), tome.Options(keep=keep).budget(grid), layers)
+        return dymu.schedule(math.prod(grid), share(grid, keep), layers)
     except ValueError as error:
         raise UserError(f"keep={keep:g}: {error}; choose a larger share") from error
 
@@ -116,10 +112,9 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tup
             yield part.to(vlm.model.device), math.ceil(count / size)
 
 
-def _run(vlm: VLM, pixels: Tensor, options: Any, kind: type[M]) -> M:
+def _run(vlm: VLM, pixels: Tensor, reducer: Reducer, kind: type[M]) -> M:
     """Run the encoder on pictures `[images, 3, height, width]` with merging; returns the merger."""
-    method = REGISTRY.get(METHOD)
-    layers = EncoderHooks(vlm, lambda states: merger_of(vlm, states, pixels, method, options, kind))
+    layers = EncoderHooks(vlm, lambda states: merger_of(vlm, states, pixels, reducer, kind))
     try:
         tower(vlm)(pixels)
     finally:

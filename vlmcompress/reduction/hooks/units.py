@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.models import VLM, side_length, spec_for
+from vlmcompress.models import VLM, block_side, tile_grid
 from vlmcompress.reduction.methods import Grid, Reduction
 from vlmcompress.utils.errors import UserError
 
@@ -102,14 +102,14 @@ def _images(vlm: VLM, call: Call, tokens: int) -> list[_Image]:
     if kind == "anyres":
         return _anyres(vlm, call)
     if kind in ("thw", "shapes"):
-        shapes, side = call.get("image_grid_thw" if kind == "thw" else "spatial_shapes").tolist(), block(config)
+        shapes, side = call.get("image_grid_thw" if kind == "thw" else "spatial_shapes").tolist(), block_side(config)
         grids = [(frames[0] if frames else 1, h // side, w // side) for *frames, h, w in shapes]
         return [(math.prod(grid), [(grid, slice(None))]) for grid in grids]
     if kind == "patches":
         pixels, patch = call.get("pixel_values"), config.vision_config.patch_size
         grid = (1, pixels.shape[-2] // patch, pixels.shape[-1] // patch)
     else:
-        grid = tile(config)
+        grid = tile_grid(config)
     return [(math.prod(grid), [(grid, slice(None))])] * -(-tokens // math.prod(grid))
 
 
@@ -122,24 +122,6 @@ def _anyres(vlm: VLM, call: Call) -> list[_Image]:
         for (height, width), images in zip(sizes, together, strict=True)
     ]
     return [(layout.tokens, layout.grids()) for layout in layouts]
-
-
-def tile(config: Any) -> Grid:
-    """The grid of one tile, or of an image where all have one size, after the pixel shuffle or the pooling."""
-    size, unit = config.vision_config.image_size, patch(config) * block(config)
-    rows, columns = size if isinstance(size, list | tuple) else (size, size)
-    return (1, rows // unit, columns // unit)
-
-
-def patch(config: Any) -> int:
-    """The side of a patch, in pixels."""
-    return side_length(config.vision_config.patch_size)
-
-
-def block(config: Any) -> int:
-    """Side of the square of patches that form one token (`Images.token_side`); 1 if a patch is a token."""
-    token_side = spec_for({"model_type": config.model_type}).images.token_side
-    return token_side(config) if token_side else 1
 
 
 def join_reductions(units: Sequence[Reduced], device: torch.device | None = None) -> Reduction:

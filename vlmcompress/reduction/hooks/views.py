@@ -62,8 +62,8 @@ def find_question(tokenizer: Any, ids: Tensor, words: Tensor, spans: Sequence[tu
     return Words(names, [token_ids[column] for column in question])
 
 
-def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tensor], words: Words) -> list[bool]:
-    """Whether each image of one prompt stays. A single image always does, without embedding anything.
+def kept_images(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tensor], words: Words) -> list[bool]:
+    """Choose among the images of one prompt: whether each is kept. A single image is, without embedding anything.
 
     `embed` returns rows `[n, d]` of the language model's embedding table for ids `[n]`.
     """
@@ -77,7 +77,7 @@ def stays(chosen: ReducerChoice, tokenizer: Any, embed: Callable[[Tensor], Tenso
     features = [rows(name).mean(0) if name else query.new_zeros(query.shape[1]) for name in words.names]
     scores = matches([tokenizer.decode(name) for name in words.names], tokenizer.decode(words.question))
     signals = Signals((len(features), 1, 1), features=torch.stack(features), query=query, saliency=scores)
-    return (methods.reduce(chosen.module, signals, chosen.options).target >= 0).tolist()
+    return (methods.reduce(chosen.reducer, signals).target >= 0).tolist()
 
 
 def stand_in(tokenizer: Any) -> int:
@@ -88,7 +88,7 @@ def stand_in(tokenizer: Any) -> int:
 
 def tokens_left(full: int, images: int, chosen: ReducerChoice) -> int:
     """Number of remaining tokens of `images` images of one size, which have `full` tokens in total."""
-    stay: int = chosen.options.budget((images, 1, 1))
+    stay: int = chosen.reducer.budget((images, 1, 1))
     return full * stay // images + images - stay
 
 
@@ -97,7 +97,7 @@ class Views(Early):
 
     def _hook(self) -> None:
         super()._hook()
-        self._stays: list[bool] = []  # of this call's images
+        self._kept: list[bool] = []  # of this call's images
         if self.vlm.spec.images.grid == "thw":
             self._patches: Tensor  # which of all images' patches the tower gets, `[patches]` bool
             tower = self.vlm.model.get_submodule(self.vlm.spec.vision[0])
@@ -105,38 +105,38 @@ class Views(Early):
             self._after(tower, self._put_back)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        self._stays = []
+        self._kept = []
         super()._begin(module, args, kwargs)
         assert self._call is not None
         if units := self._units():
             self.reduced_units = []
             self._merged = self._choose(units, self._call)
         # A tower with grid `thw` takes the patches of all images as one sequence.
-        if all(self._stays) or self.vlm.spec.images.grid == "thw":
+        if all(self._kept) or self.vlm.spec.images.grid == "thw":
             return None
         ids = self._call.get("input_ids").clone()
-        for unit, stay in zip(self.reduced_units, self._stays, strict=True):
+        for unit, stay in zip(self.reduced_units, self._kept, strict=True):
             if not stay:
                 ids[unit.row, unit.columns] = self._stand_in  # there are no features for these
         pixels = self._call.get("pixel_values")
-        kept = torch.tensor(self._stays, device=pixels.device)
+        kept = torch.tensor(self._kept, device=pixels.device)
         return (), self._call.arguments | {"input_ids": ids, "pixel_values": pixels[kept]}
 
     def _leave_out(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """Hook before a tower: leave in `[patches, d]`, or `[1, patches, c, p, p]`, those of images that stay."""
-        if all(self._stays):
+        if all(self._kept):
             return None
         call = Call.of(module, args, kwargs)
         name = "hidden_states" if call.get("hidden_states") is not None else "pixel_values"  # its first argument
         patches, grid = call.get(name), call.get("grid_thw")
-        kept = torch.tensor(self._stays, device=grid.device)
+        kept = torch.tensor(self._kept, device=grid.device)
         self._patches = kept.repeat_interleave(grid.prod(-1)).to(patches.device)
         left = patches[self._patches] if patches.ndim == 2 else patches[:, self._patches]
         return (left,), {key: value for key, value in kwargs.items() if key != name} | {"grid_thw": grid[kept]}
 
     def _put_back(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Hook after a tower: put rows, deepstack's too, where those of all images are; `Early` leaves out the others."""
-        if all(self._stays) or output is None:
+        if all(self._kept) or output is None:
             return
 
         def spread(rows: Tensor, kept: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Views(Early):
             output.last_hidden_state = spread(output.last_hidden_state, self._patches)
             return
         parts = [
-            torch.full((len(unit.columns),), stay) for unit, stay in zip(self.reduced_units, self._stays, strict=True)
+            torch.full((len(unit.columns),), stay) for unit, stay in zip(self.reduced_units, self._kept, strict=True)
         ]
         kept = torch.cat(parts)
         output.pooler_output = spread(output.pooler_output, kept)
@@ -171,8 +171,8 @@ class Views(Early):
         for row in range(len(ids)):  # units stand in the order of rows
             if spans := [unit.span for unit in units if unit.row == row]:
                 named = find_question(self._tokenizer, ids[row], words[row], spans)
-                self._stays += stays(self.chosen, self._tokenizer, self._embed, named)
-        for unit, stay in zip(units, self._stays, strict=True):
+                self._kept += kept_images(self.chosen, self._tokenizer, self._embed, named)
+        for unit, stay in zip(units, self._kept, strict=True):
             n = len(unit.columns)
             index = torch.arange(n if stay else 1, device=unit.columns.device)
             self.reduced_units.append(Reduced(**vars(unit), reduction=Reduction.keep(index, n)))
@@ -186,8 +186,8 @@ class Views(Early):
     def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
         """Put the replacement token into `embeds [b, s, d]` for each image that is left out."""
         embeds, changes = super()._apply(embeds, units, real)
-        if units and not all(self._stays):
-            dropped = [unit for unit, stay in zip(units, self._stays, strict=True) if not stay]
+        if units and not all(self._kept):
+            dropped = [unit for unit, stay in zip(units, self._kept, strict=True) if not stay]
             rows = torch.tensor([unit.row for unit in dropped], device=embeds.device)
             columns = torch.tensor([int(unit.columns[0]) for unit in dropped], device=embeds.device)
             embeds = embeds.clone()

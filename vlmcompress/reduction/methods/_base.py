@@ -13,7 +13,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -242,12 +242,61 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class ReducerOptions:
-    """Base of every method's `Options`: the members that the package reads.
+class Reducer:
+    """A method with its options: the contract of a file of this folder, which ends in `REDUCER = NAME()`.
 
-    The members here are the defaults of a method without such an option; subclasses override them by fields or
-    properties. Every field has a default, so `Options()` is the method's default.
+    A subclass is a frozen dataclass. Its fields are the options of a recipe, each with a default, checked when it is
+    constructed (ValueError). A field or property named like a member here overrides it. Class attributes are literals, which
+    the package reads from the file without importing it:
+
+        STAGE: where its signals come from: "pixels" (before the encoder), "encoder" (in or right after it, before the
+            projector), "projected" (the rows that the language model would get), "llm" (within the language model).
+        NEEDS: required fields of `Signals`.
+        MEDIA: "video" for a method that keeps images whole.
+        COUNT: "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image.
+        MERGES: whether it merges tokens in each of the encoder's layers, by `merge_layer`; else `reduce` does all at once.
+        RESTRICTS: whether it restricts the attention of the language model to `attention_parts`, and drops nothing.
+        LEARNS: whether it has the option `thresholds`, which is learned from images.
+        SERVED: whether an engine that fixes one token count for all layers before encoding can serve it; WHY_NOT: the
+            reason, if it can't.
+        BATCHED: whether `reduce` is many small steps, which `reduce_all` runs for all images of a call at once by
+            `torch.vmap`. Then no tensor that all images share is changed in place, and a loop over the kept tokens goes
+            through `_selecting.for_all_images`.
+        NO_BETTER_THAN: the baseline that it did not beat on any demo model at half the tokens (docs/results.md); None for
+            methods that did, or that were not measured. `list reducers` shows it.
     """
+
+    STAGE: ClassVar[Literal["pixels", "encoder", "projected", "llm"]] = "projected"
+    NEEDS: ClassVar[frozenset[str]] = frozenset()
+    MEDIA: ClassVar[Literal["image", "video"]] = "image"
+    COUNT: ClassVar[Literal["fixed", "adaptive"]] = "fixed"
+    MERGES: ClassVar[bool] = False
+    RESTRICTS: ClassVar[bool] = False
+    LEARNS: ClassVar[bool] = False
+    SERVED: ClassVar[bool] = True
+    WHY_NOT: ClassVar[str | None] = None
+    BATCHED: ClassVar[bool] = False
+    NO_BETTER_THAN: ClassVar[str | None] = None
+
+    def reduce(self, signals: Signals) -> Reduction:
+        """Reduce the tokens of one image; call it by `methods.reduce`, which checks."""
+        raise NotImplementedError
+
+    def merge_layer(self, signals: Signals, layer: int, layers: int, count: int | None = None) -> Reduction:
+        """Merge rows in one of the encoder's `layers`; call it by `methods.merge_layer`, which checks.
+
+        Args:
+            signals: of the rows that are left; `signals.merged` is the reduction by earlier layers.
+            count: the tokens that are left after the last layer; None: as the method decides.
+        """
+        raise NotImplementedError
+
+    def attention_parts(self, images: Sequence[tuple[int, int]], length: int) -> list[int]:
+        """Lengths of the sink, of blocks that do not see each other, and of the question, of a sequence of `length` tokens.
+
+        images: first token and number of tokens of each image, ascending; at least one.
+        """
+        raise NotImplementedError
 
     @property
     def keep(self) -> float | None:
@@ -263,15 +312,6 @@ class ReducerOptions:
         """Index of the decoder block before which tokens are dropped; None for methods outside the language model."""
         return None
 
-    def drops(self, blocks: int) -> tuple[tuple[int, ReducerOptions], ...]:
-        """Decoder blocks before which tokens are dropped, ascending, each with its options, for a language model with `blocks`
-        blocks.
-
-        Empty outside the language model; `layer` alone gives one drop. Raises ValueError if the options do not fit the number
-        of blocks.
-        """
-        return () if self.layer is None else ((self.layer, self),)
-
     @property
     def shallow(self) -> int | None:
         """Index of the encoder block whose attention is `Signals.windowed`; None if unused."""
@@ -280,11 +320,6 @@ class ReducerOptions:
     @property
     def by_channel(self) -> bool:
         """Whether the choice depends on single channels, so that rotating the projected rows changes it."""
-        return False
-
-    @property
-    def learns(self) -> bool:
-        """Whether the method has the option `thresholds`, which is learned from images."""
         return False
 
     @property
@@ -300,7 +335,7 @@ class ReducerOptions:
     @property
     def needs_thresholds(self) -> bool:
         """Whether thresholds are needed and neither set nor in a file."""
-        return self.learns and self.thresholds is None
+        return self.LEARNS and self.thresholds is None
 
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> Self:
         """The options with these thresholds; unchanged where the method learns none."""

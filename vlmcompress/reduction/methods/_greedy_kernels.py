@@ -2,9 +2,9 @@
 
 In torch each kept token takes 3 to 12 kernel launches, thousands per image: on an H100 that took as long as the encoder. Here
 one program selects all tokens of an image, with its state in registers, so all images take the time of one, with a few dozen
-launches. `cover` is `_selecting.stepwise`, `spread` is `divprune._steps` and `span` is `cdpruner._steps`, with the same
-arguments and results up to the order of sums. Those are the references and run everywhere else; a test compares them in
-Triton's interpreter (`TRITON_INTERPRET=1`), which needs no GPU.
+launches. `cover` is `_selecting.stepwise` and `spread` is `divprune._steps`, with the same arguments and results up to the
+order of sums. Those are the references and run everywhere else; a test compares them in Triton's interpreter
+(`TRITON_INTERPRET=1`), which needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 MOST = 8192
 """Most tokens of an image: one program holds a number per token in registers."""
 _PERIOD = 32  # most tokens to choose before all gains are recomputed
-_BLOCK = 16  # rows of the Cholesky factor in registers
 
 
 def _warps(width: int) -> int:
@@ -51,18 +50,18 @@ def spread(distance: Tensor, count: int) -> Tensor:
 
 
 @triton.jit
-def _gain(columns, level, weight, token, m, i):
+def _gain(columns, level, token, m, i):
     """The gain of a column, with the same order of sums everywhere."""
     column = tl.load(columns + token.to(tl.int64) * m + i, mask=i < m, other=0.0)
-    return tl.sum(tl.maximum(column - level, 0.0), 0) * tl.load(weight + token)
+    return tl.sum(tl.maximum(column - level, 0.0), 0)
 
 
 @triton.jit
-def _bounds(columns, best, bound, weight, n, m, M: tl.constexpr):
+def _bounds(columns, best, bound, n, m, M: tl.constexpr):
     token, image = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, M)
     level = tl.load(best + image * m + i, mask=i < m, other=0.0)
-    gain = _gain(columns + image * n * m, level, weight + image * n, token, m, i)
+    gain = _gain(columns + image * n * m, level, token, m, i)
     place = bound + image * n + token
     # Rounded up by more than the effect of another order of sums, so that it is an upper bound of `_cover`'s result.
     tl.store(place, tl.where(tl.load(place) == -float("inf"), -float("inf"), gain * 1.00001))
@@ -70,29 +69,20 @@ def _bounds(columns, best, bound, weight, n, m, M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "start", "steps"])
 def _cover(
-    columns, best, bound, weight, chosen, n, m, count, start, steps, slack,
-    N: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr,
+    columns, best, bound, chosen, n, m, count, start, steps, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     i, j = tl.arange(0, M), tl.arange(0, N)
     columns += image * n * m
-    weight += image * n
     level = tl.load(best + image * m + i, mask=i < m, other=0.0)
     upper = tl.load(bound + image * n + j, mask=j < n, other=-float("inf"))
     for step in range(steps):
         fresh = tl.zeros([N], tl.int32)  # 1 where the gain is current; the others are upper bounds (Minoux, 1978)
         token = tl.argmax(upper, 0)
         while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
-            upper = tl.where(j == token, _gain(columns, level, weight, token, m, i), upper)
+            upper = tl.where(j == token, _gain(columns, level, token, m, i), upper)
             fresh = tl.where(j == token, 1, fresh)
             token = tl.argmax(upper, 0)
-        if SLACK:  # the lowest index among those within the slack of the largest
-            line = tl.max(upper, 0) * (1 - slack)
-            token = tl.argmax((upper >= line).to(tl.int32), 0)
-            while tl.max(tl.where(j == token, fresh, 0), 0) == 0:
-                upper = tl.where(j == token, _gain(columns, level, weight, token, m, i), upper)
-                fresh = tl.where(j == token, 1, fresh)
-                token = tl.argmax((upper >= line).to(tl.int32), 0)
         tl.store(chosen + image * count + start + step, token)
         level = tl.maximum(level, tl.load(columns + token.to(tl.int64) * m + i, mask=i < m, other=0.0))
         upper = tl.where(j == token, -float("inf"), upper)
@@ -100,67 +90,21 @@ def _cover(
     tl.store(bound + image * n + j, upper, mask=j < n)
 
 
-def cover(columns: Tensor, best: Tensor, taken: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def cover(columns: Tensor, best: Tensor, taken: Tensor, count: int) -> Tensor:
     """Choose columns whose maxima have a large sum, `[b, count]`; see `_selecting.stepwise`.
 
     After 1, 2, 4, ... up to 32 tokens (more often at first, when gains fall fast) all gains are recomputed on the whole GPU.
     In between one program uses them as upper bounds, as `_selecting.lazily` does.
     """
     images, n, m = columns.shape
-    best, bound = best.clone(), torch.zeros_like(weight).masked_fill_(taken, -torch.inf)
+    best, bound = best.clone(), torch.zeros_like(columns[..., 0]).masked_fill_(taken, -torch.inf)
     chosen = torch.empty(images, count, dtype=torch.int64, device=columns.device)
     wide, high = triton.next_power_of_2(n), triton.next_power_of_2(m)
     warps, start, steps = _warps(max(wide, high)), 0, 1
     while start < count:
         steps = min(steps, count - start)
         with torch.cuda.device_of(columns):
-            _bounds[(n, images)](columns, best, bound, weight, n, m, M=high, num_warps=warps)
-            _cover[(images,)](
-                columns, best, bound, weight, chosen, n, m, count, start, steps, slack,
-                N=wide, M=high, SLACK=slack > 0, num_warps=warps,
-            )  # fmt: skip
+            _bounds[(n, images)](columns, best, bound, n, m, M=high, num_warps=warps)
+            _cover[(images,)](columns, best, bound, chosen, n, m, count, start, steps, N=wide, M=high, num_warps=warps)
         start, steps = start + steps, min(2 * steps, _PERIOD)
-    return chosen
-
-
-@triton.jit(do_not_specialize=["count", "start", "steps"])
-def _span(kernel, left, factor, chosen, n, count, start, steps, floor, N: tl.constexpr, ROWS: tl.constexpr):
-    image = tl.program_id(0).to(tl.int64)
-    j, k = tl.arange(0, N), tl.arange(0, ROWS)
-    kernel += image * n * n
-    rest = tl.load(left + image * n + j, mask=j < n, other=-float("inf"))
-    rows = tl.zeros([ROWS, N], tl.float32)
-    for step in range(steps):
-        token = tl.argmax(rest, 0)
-        tl.store(chosen + image * count + start + step, token)
-        size = tl.max(tl.where(j == token, rest, -float("inf")), 0)
-        column = tl.sum(tl.where((j == token)[None, :], rows, 0.0), 1)
-        row = tl.load(kernel + token.to(tl.int64) * n + j, mask=j < n, other=0.0)
-        row = (row - tl.sum(column[:, None] * rows, 0)) / tl.sqrt(size)
-        rows = tl.where((k == step)[:, None], row[None, :], rows)
-        free = (rest > -float("inf")) & (j != token)
-        rest = tl.where(free, tl.maximum(rest - row * row, floor), -float("inf"))
-    tl.store(left + image * n + j, rest, mask=j < n)
-    tl.store(factor + (image * ROWS + k[:, None]) * n + j[None, :], rows, mask=(j < n)[None, :])
-
-
-def span(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
-    """Choose tokens of large determinant, `[b, count]`; see `cdpruner._steps`.
-
-    The contribution of a block of rows of the factor is subtracted from the whole kernel by one product, so that a step reads
-    only the rows of its own block.
-    """
-    images, n, _ = kernel.shape
-    chosen = torch.empty(images, count, dtype=torch.int64, device=kernel.device)
-    wide = triton.next_power_of_2(n)
-    block = max(1, min(_BLOCK, 2**16 // wide))
-    factor, kernel, left = kernel.new_empty(images, block, n), kernel.clone(), left.clone()
-    for start in range(0, count, block):
-        steps = min(block, count - start)
-        with torch.cuda.device_of(kernel):
-            _span[(images,)](
-                kernel, left, factor, chosen, n, count, start, steps, floor,
-                N=wide, ROWS=block, num_warps=_warps(2 * wide),
-            )  # fmt: skip
-        kernel.baddbmm_(factor.mT, factor, alpha=-1)
     return chosen

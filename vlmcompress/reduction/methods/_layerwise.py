@@ -2,7 +2,7 @@
 
 An engine calls `bias` before a layer's attention and `merge` between that and the MLP, in each layer that merges:
 
-    merger = Merger(method, options, grids, layers, aside=1)
+    merger = Merger(reducer, grids, layers, aside=1)
     for layer in range(layers):
         states = states + attention(norm1(states), keys_bias=merger.bias(states.dtype))
         states = merger.merge(layer, states, keys, heads)
@@ -21,15 +21,14 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals
-from vlmcompress.reduction.methods._run import merge
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals
+from vlmcompress.reduction.methods._run import merge_layer
 
 
 class Merger:
@@ -44,8 +43,7 @@ class Merger:
 
     def __init__(
         self,
-        method: ModuleType,
-        options: ReducerOptions,
+        reducer: Reducer,
         grids: Sequence[Grid],
         layers: int,
         aside: int = 0,
@@ -55,13 +53,13 @@ class Merger:
     ):
         """
         Args:
-            method: a reducer with `merge`.
+            reducer: one that merges.
             grids: grid of each image's tokens.
             layers: number of layers that merge.
             aside: number of leading rows that are not grid tokens and stay, such as CLS. counts: see above; None: the
             method decides them all. side: a token is `side` x `side` patches.
         """
-        self.method, self.options, self.grids, self.layers, self.aside = method, options, grids, layers, aside
+        self.reducer, self.grids, self.layers, self.aside = reducer, grids, layers, aside
         self.counts: list[int | None] = [None] * len(grids) if counts is None else list(counts)
         self.merged = [Reduction.identity(rows * columns * t, device) for t, rows, columns in grids]
         self.side, self._square = side, side**2
@@ -91,7 +89,7 @@ class Merger:
         parts, steps = [], []
         for image, count in enumerate(self.counts):
             signals = self.signals(image, keys, heads)
-            steps.append(merge(self.method, signals, self.options, layer, self.layers, count, check=False))
+            steps.append(merge_layer(self.reducer, signals, layer, self.layers, count, check=False))
             # [tokens, side * side, d] -> means block by block, then patches in a row again.
             rows = steps[-1].apply(self._blocks(image, states)).flatten(0, 1)
             parts.append(torch.cat([states[image, : self.aside], rows]))

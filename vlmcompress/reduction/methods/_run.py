@@ -5,62 +5,56 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, rounded
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, rounded
 
 _ENTRIES = 2**26  # most entries of the cosine tables of images that are reduced together
 
 
-def missing(method: ModuleType, signals: Signals) -> list[str]:
+def missing(reducer: Reducer, signals: Signals) -> list[str]:
     """Names of the fields of `signals` that the method needs and that are missing, sorted."""
-    return sorted(name for name in method.NEEDS if getattr(signals, name) is None)
+    return sorted(name for name in reducer.NEEDS if getattr(signals, name) is None)
 
 
-def too_small(method: ModuleType, grid: Grid, options: ReducerOptions) -> bool:
+def too_small(reducer: Reducer, grid: Grid) -> bool:
     """Whether the share rounds to no token, so that the grid keeps all."""
-    if method.COUNT != "fixed" or method.STAGE == "pixels":  # where it is a share of the images
+    if reducer.COUNT != "fixed" or reducer.STAGE == "pixels":  # where it is a share of the images
         return False
-    keep = 1.0 if options.keep is None else options.keep
-    return rounded(grid, keep) == 0 and options.budget(grid) == math.prod(grid)
+    keep = 1.0 if reducer.keep is None else reducer.keep
+    return rounded(grid, keep) == 0 and reducer.budget(grid) == math.prod(grid)
 
 
 @torch.no_grad()
-def reduce(method: ModuleType, signals: Signals, options: ReducerOptions, check: bool = True) -> Reduction:
+def reduce(reducer: Reducer, signals: Signals, check: bool = True) -> Reduction:
     """Reduce the tokens of one image. Raises ValueError if a required signal is missing.
 
     check: whether to check the result's values as well, which synchronizes with the device; lengths are always checked.
     """
-    if options.keep == 1:
+    if reducer.keep == 1:
         return Reduction.identity(signals.n, signals.device)
-    _check(method, signals)
-    return _checked(method, method.reduce(signals, options), options.budget(signals.grid), check)
+    _check(reducer, signals)
+    return _checked(reducer, reducer.reduce(signals), reducer.budget(signals.grid), check)
 
 
 @torch.no_grad()
-def reduce_all(
-    method: ModuleType,
-    images: Sequence[Signals],
-    options: ReducerOptions,
-    check: bool = True,
-) -> list[Reduction]:
+def reduce_all(reducer: Reducer, images: Sequence[Signals], check: bool = True) -> list[Reduction]:
     """Reduce the tokens of each image; other arguments as in `reduce`.
 
     On an accelerator a BATCHED method processes all images of one shape together, with as many kernel launches as for one. On
     a CPU this gains nothing.
     """
     shapes = {_shapes(image) for image in images}
-    alike = getattr(method, "BATCHED", False) and len(shapes) == 1 < len(images) and options.keep != 1
+    alike = reducer.BATCHED and len(shapes) == 1 < len(images) and reducer.keep != 1
     if not alike or images[0].device.type == "cpu":
-        return [reduce(method, image, options, check) for image in images]
+        return [reduce(reducer, image, check) for image in images]
     # Tables of cosines are [n, n] in float32: 2^26 entries are 256 MB.
     most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
     for start in range(0, len(images), most):
-        results += _at_once(method, images[start : start + most], options)
-    return [_checked(method, result, options.budget(images[0].grid), check) for result in results]
+        results += _at_once(reducer, images[start : start + most])
+    return [_checked(reducer, result, reducer.budget(images[0].grid), check) for result in results]
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:
@@ -71,16 +65,16 @@ def _shapes(image: Signals) -> tuple[object, ...]:
     return image.grid, image.heads, image.merged, tensors
 
 
-def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOptions) -> list[Reduction]:
+def _at_once(reducer: Reducer, images: Sequence[Signals]) -> list[Reduction]:
     """Run a method on all images of one shape at once."""
-    _check(method, images[0])
+    _check(reducer, images[0])
     names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
     plain = False
 
     def decide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         nonlocal plain
         image = Signals(images[0].grid, heads=images[0].heads, finite=True, **tensors)  # type: ignore[arg-type]
-        result = method.reduce(image, options)
+        result = reducer.reduce(image)
         plain = result.plain
         parts = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return {name: value for name, value in parts.items() if isinstance(value, Tensor)}
@@ -94,38 +88,37 @@ def _at_once(method: ModuleType, images: Sequence[Signals], options: ReducerOpti
 
 
 @torch.no_grad()
-def merge(
-    method: ModuleType,
-    signals: Signals,
-    options: ReducerOptions,
-    layer: int,
-    layers: int,
-    count: int | None = None,
-    check: bool = True,
+def merge_layer(
+    reducer: Reducer, signals: Signals, layer: int, layers: int, count: int | None = None, check: bool = True
 ) -> Reduction:
     """Decide the merges of one encoder layer, on the rows left by earlier layers.
 
-    The caller chains the results, `merged = merged.then(merge(...))`; see `Merger`. `check`: as in `reduce`; results that are
-    padded for a device are checked only after the last layer, when there is no padding.
+    The caller chains the results, `merged = merged.then(merge_layer(...))`; see `Merger`. `check`: as in `reduce`; results that
+    are padded for a device are checked only after the last layer, when there is no padding.
     """
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
-    if options.keep == 1 and count is None:
+    if reducer.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
-    _check(method, signals)
-    result = method.merge(signals, options, layer, layers, count)
-    final = options.budget(signals.grid) if count is None else count
+    _check(reducer, signals)
+    result = reducer.merge_layer(signals, layer, layers, count)
     # Only after the last layer the number of rows is what it has to be.
     last = layer == layers - 1
-    return _checked(method, result, final if last else None, check and (last or signals.device.type == "cpu"))
+    final = reducer.budget(signals.grid) if count is None else count
+    return _checked(reducer, result, final if last else None, check and (last or signals.device.type == "cpu"))
 
 
-def _check(method: ModuleType, signals: Signals) -> None:
-    if absent := missing(method, signals):
-        raise ValueError(f"{method.__name__.rpartition('.')[2]} needs signals that are missing: {', '.join(absent)}")
+def _check(reducer: Reducer, signals: Signals) -> None:
+    if absent := missing(reducer, signals):
+        raise ValueError(f"{_name(reducer)} needs signals that are missing: {', '.join(absent)}")
 
 
-def _checked(method: ModuleType, result: Reduction, count: int | None, check: bool) -> Reduction:
+def _checked(reducer: Reducer, result: Reduction, count: int | None, check: bool) -> Reduction:
     if count is not None and len(result.anchor) != count:
-        raise ValueError(f"{method.__name__} kept {len(result.anchor)} tokens, its budget is {count}")
+        raise ValueError(f"{_name(reducer)} kept {len(result.anchor)} tokens, its budget is {count}")
     return result.check() if check else result
+
+
+def _name(reducer: Reducer) -> str:
+    """The name of the reducer's module."""
+    return type(reducer).__module__.rpartition(".")[2]

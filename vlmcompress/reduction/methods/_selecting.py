@@ -13,16 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
 
 
 @dataclass(frozen=True)
-class SelectingOptions(ReducerOptions):
-    """Options of a method that chooses tokens.
+class SelectingReducer(Reducer):
+    """A method that chooses tokens.
 
     keep:    share of the tokens.
     merge: `none`: other tokens are dropped, as in the methods' papers. `nearest`: each is averaged into the chosen token with
@@ -42,22 +43,21 @@ class SelectingOptions(ReducerOptions):
         if not number or not -1 <= self.similar <= 1:
             raise ValueError(f"similar must be a cosine, from -1 to 1, got {self.similar!r}")
 
-
-def selected(index: Tensor, signals: Signals, options: SelectingOptions) -> Reduction:
-    """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""
-    kept = Reduction.keep(index, signals.n)
-    if options.merge == "none" or len(kept.anchor) == signals.n:
-        return kept
-    if signals.features is None:
-        raise ValueError("merge=nearest needs signals that are missing: features")
-    rows = unit(signals.features)
-    # [n, m] cosines of all tokens to the kept ones.
-    likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
-    # By rounding a cosine may be below -1, the least `similar`, which drops none.
-    parent = torch.where(likeness.clamp(min=-1) >= options.similar, kept.anchor[nearest], -1)
-    # By rounding, a kept token could be nearer to a duplicate than to itself.
-    parent[kept.anchor] = kept.anchor
-    return Reduction.join(parent, count=len(index))
+    def selected(self, index: Tensor, signals: Signals) -> Reduction:
+        """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""
+        kept = Reduction.keep(index, signals.n)
+        if self.merge == "none" or len(kept.anchor) == signals.n:
+            return kept
+        if signals.features is None:
+            raise ValueError("merge=nearest needs signals that are missing: features")
+        rows = unit(signals.features)
+        # [n, m] cosines of all tokens to the kept ones.
+        likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
+        # By rounding a cosine may be below -1, the least `similar`, which drops none.
+        parent = torch.where(likeness.clamp(min=-1) >= self.similar, kept.anchor[nearest], -1)
+        # By rounding, a kept token could be nearer to a duplicate than to itself.
+        parent[kept.anchor] = kept.anchor
+        return Reduction.join(parent, count=len(index))
 
 
 class _AllImages(torch.autograd.Function):
@@ -65,14 +65,17 @@ class _AllImages(torch.autograd.Function):
     being vectorized step by step: thousands of steps would cost the host more time than the GPU."""
 
     @staticmethod
+    @override
     def forward(choose: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return choose(*(x[None] for x in tensors))[0]
 
     @staticmethod
+    @override
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Keep nothing: indices have no gradient."""
 
     @staticmethod
+    @override
     def vmap(info: Any, dims: Any, choose: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
         return choose(
             *(
@@ -97,58 +100,50 @@ def kernels(device: torch.device, n: int) -> ModuleType | None:
     return _greedy_kernels if n <= _greedy_kernels.MOST else None
 
 
-def cover(
-    scores: Tensor, count: int, weight: Tensor | None = None, slack: float = 0.0, covered: Tensor | None = None
-) -> Tensor:
+def cover(scores: Tensor, count: int, covered: Tensor | None = None) -> Tensor:
     """Greedily choose `count` columns of `scores [m, n]` whose rowwise maxima have a large sum; indices in order of
     choice.
 
-    Each step takes the column of largest gain in that sum, times `weight [n]` if given; of gains within a share
-    `slack` of the largest, the lowest index. Maxima start at 0, or at those of the columns `covered`, which are not
-    chosen again. On a CPU the choice is `lazily` made, elsewhere `stepwise` or by `kernels`; it is the same.
+    Each step takes the column of largest gain in that sum, of equal ones the lowest index. Maxima start at 0, or at those
+    of the columns `covered`, which are not chosen again. On a CPU the choice is made `lazily`, elsewhere `stepwise` or by
+    `kernels`; it is the same.
     """
     columns = scores.T.contiguous()  # a column's gain is then a sum along memory, in the same order for equal columns
     best = columns.new_zeros(columns.shape[1])
     used = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     if covered is not None and len(covered):
         best, used = columns[covered].amax(0), used.scatter(0, covered, True)
-    weight = torch.ones_like(columns[:, 0]) if weight is None else weight
 
-    def choose(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor) -> Tensor:
+    def choose(columns: Tensor, best: Tensor, used: Tensor) -> Tensor:
         if columns.device.type == "cpu":
-            images = zip(columns, best, used, weight, strict=True)
-            return torch.stack([lazily(*image, count, slack) for image in images])
+            return torch.stack([lazily(*image, count) for image in zip(columns, best, used, strict=True)])
         fused = kernels(columns.device, max(columns.shape[1:]))
-        return (fused.cover if fused else stepwise)(columns, best, used, weight, count, slack)
+        return (fused.cover if fused else stepwise)(columns, best, used, count)
 
-    return for_all_images(choose, columns, best, used, weight)
+    return for_all_images(choose, columns, best, used)
 
 
-def stepwise(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def stepwise(columns: Tensor, best: Tensor, used: Tensor, count: int) -> Tensor:
     """Choose for `cover`, `[b, count]`, computing all gains in each step, without synchronizing with the device.
 
     Args:
         columns: `[b, n, m]`, the tables' columns.
         best: `[b, m]`, initial maximum of each row.
         used: `[b, n]`, columns that may not be chosen.
-        weight: `[b, n]`, factor of each column's gain.
     """
     best, rise = best.clone(), torch.empty_like(columns)
-    lost = torch.zeros_like(weight).masked_fill(used, -torch.inf)
+    lost = torch.zeros_like(columns[..., 0]).masked_fill(used, -torch.inf)
     chosen = torch.empty(count, len(columns), 1, dtype=torch.int64, device=columns.device)
     rows = chosen[..., None].expand(-1, -1, -1, best.shape[1])  # the chosen tokens as indices of whole columns
     for token, row in zip(chosen.unbind(), rows.unbind(), strict=True):
-        gain = torch.sub(columns, best[:, None], out=rise).clamp_(min=0).sum(2)
-        gain = torch.addcmul(lost, gain, weight)
-        if slack:
-            gain = (gain >= gain.amax(1, keepdim=True) * (1 - slack)).byte()
+        gain = torch.sub(columns, best[:, None], out=rise).clamp_(min=0).sum(2).add_(lost)
         torch.argmax(gain, 1, keepdim=True, out=token)
         torch.maximum(best, columns.gather(1, row)[:, 0], out=best)
         lost.scatter_(1, token, -torch.inf)
     return chosen[..., 0].T
 
 
-def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: int, slack: float) -> Tensor:
+def lazily(columns: Tensor, best: Tensor, used: Tensor, count: int) -> Tensor:
     """Choose for `cover` of one image, recomputing only gains that can be the largest; arguments as in `stepwise`.
 
     A column's gain never rises while others are chosen, nor does its rounded sum, as each term falls and the order of
@@ -157,10 +152,9 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
     """
 
     def gains(index: Tensor) -> Tensor:
-        rise = columns.index_select(0, index).sub_(best)
-        return rise.clamp_(min=0).sum(1).mul_(weight.index_select(0, index))
+        return columns.index_select(0, index).sub_(best).clamp_(min=0).sum(1)
 
-    bound = (columns - best).clamp_(min=0).sum(1).mul_(weight).masked_fill_(used, -torch.inf)
+    bound = (columns - best).clamp_(min=0).sum(1).masked_fill_(used, -torch.inf)
     best, free = best.clone(), len(used) - int(used.sum())
     chosen = list[int]()
     for step in range(count):
@@ -168,14 +162,12 @@ def lazily(columns: Tensor, best: Tensor, used: Tensor, weight: Tensor, count: i
             front = bound.topk(min(_FRONT, free - step), sorted=False).indices
             new = gains(front)
             bound.index_copy_(0, front, new)
-            # Candidates: bounds that reach the largest new gain minus the slack. There are no others where the first of the
-            # largest bounds is new.
-            if slack or int(bound.argmax()) not in front.tolist():
-                old = (bound >= new.amax() * (1 - slack)).index_fill_(0, front, False)
-                rest = old.nonzero().squeeze(1)
+            # Candidates: bounds that reach the largest new gain. There are no others where the first of the largest bounds
+            # is new.
+            if int(bound.argmax()) not in front.tolist():
+                rest = (bound >= new.amax()).index_fill_(0, front, False).nonzero().squeeze(1)
                 bound.index_copy_(0, rest, gains(rest))
-        # The lowest index of the largest gain, or of gains within the slack of it.
-        token = int((bound >= bound.amax() * (1 - slack)).byte().argmax() if slack else bound.argmax())
+        token = int(bound.argmax())  # the lowest index of the largest gain
         # The new token covers each row at least as well as the ones before.
         torch.maximum(best, columns[token], out=best)
         bound[token] = -torch.inf

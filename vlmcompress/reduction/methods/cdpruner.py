@@ -6,7 +6,7 @@ with one row of a Cholesky factor per kept token (Chen, Zhang and Zhou, 2018, ar
 
 This is the unconditional process, so an image's result serves every question. The paper's is conditional: it multiplies rows
 and columns of L by each token's relevance to the question, from CLIP's text encoder, which checkpoints of vision-language
-models do not include.
+models do not include. OpenVINO's pipeline has this method alone.
 
 The published determinant is 0 if there are more tokens than dimensions, or duplicates, and rounding then decides. Here
 `DIAGONAL` is added to the kernel's diagonal, as if every token also had a component in its own dimension, so selection
@@ -21,63 +21,50 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Reduction, Signals, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, for_all_images, kernels, selected
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-BATCHED = True
 DIAGONAL = 1e-3
 """Added to the kernel's diagonal, whose entries are 1."""
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class CDPruner(SelectingReducer):
     """`keep`: share of the tokens."""
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the set of tokens of large determinant."""
-    assert signals.features is not None
-    return selected(select(signals.features, options.budget(signals.grid)), signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the set of tokens of large determinant."""
+        assert signals.features is not None
+        return self.selected(select(signals.features, self.budget(signals.grid)), signals)
 
 
 def select(features: Tensor, count: int) -> Tensor:
     """Choose `count` of rows `[n, d]`; returns their indices in the order in which they are chosen."""
     rows = unit(features)
-    residual = (rows != 0).any(1).float() + DIAGONAL  # exactly equal, so that rounding does not choose the first token
-
-    def choose(kernel: Tensor, residual: Tensor) -> Tensor:
-        fused = kernels(kernel.device, kernel.shape[1])
-        return (fused.span if fused else _steps)(kernel, residual, count, DIAGONAL)
-
-    return for_all_images(choose, rows @ rows.T, residual)
-
-
-def _steps(kernel: Tensor, left: Tensor, count: int, floor: float) -> Tensor:
-    """Choose among tokens with the `kernel [b, n, n]`; the tokens `[b, count]`.
-
-    Args:
-        left: `[b, n]`, the part of each token's squared length that the chosen ones do not span; at least `floor`.
-    """
-    images, n = left.shape
-    factor = kernel.new_zeros(images, count, n)
-    chosen = torch.empty(count, images, 1, dtype=torch.int64, device=kernel.device)
-    lowest = torch.full_like(left, floor)
-    for i, token in enumerate(chosen.unbind()):
-        torch.argmax(left, 1, keepdim=True, out=token)
-        before, place = factor[:, :i], token[:, None]
+    kernel = rows @ rows.T
+    # The part of each token's squared length that the chosen ones do not span; exactly equal at first, so that rounding
+    # does not choose the first token.
+    left = (rows != 0).any(1).float() + DIAGONAL
+    lowest = torch.full_like(left, DIAGONAL)
+    factor = kernel.new_zeros(count, len(rows))
+    chosen = torch.empty(count, 1, dtype=torch.int64, device=kernel.device)
+    for i, token in enumerate(chosen):
+        torch.argmax(left, 0, keepdim=True, out=token)
         # The next row of the factor: the token's row minus the contributions of earlier rows, divided by the root of its
         # residual.
-        rest = kernel.gather(1, place.expand(-1, -1, n))[:, 0]
-        column = before.gather(2, place.expand(-1, i, -1))[..., 0]
-        rest = rest - (torch.einsum("bi,bin->bn", column, before) if images > 1 else column[0] @ before[0])
-        row = torch.div(rest, left.gather(1, token).sqrt_(), out=factor[:, i])
-        lowest.scatter_(1, token, -torch.inf)  # together with the next line: a chosen token is not chosen again
+        rest = kernel.index_select(0, token)[0] - factor[:i].index_select(1, token)[:, 0] @ factor[:i]
+        row = torch.div(rest, left.gather(0, token).sqrt_(), out=factor[i])
+        lowest.scatter_(0, token, -torch.inf)  # together with the next line: a chosen token is not chosen again
         # Chen, Zhang and Zhou, algorithm 1: d_i^2 <- d_i^2 - e_i^2, with e the new row. d_i^2 is the factor by which i
         # multiplies the determinant.
-        left = torch.maximum(left.scatter(1, token, -torch.inf) - row.square(), lowest)
-    return chosen[..., 0].T
+        left = torch.maximum(left.scatter(0, token, -torch.inf) - row.square(), lowest)
+    return chosen[:, 0]
+
+
+REDUCER = CDPruner()

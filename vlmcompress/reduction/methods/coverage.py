@@ -16,36 +16,36 @@ import math
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Reduction, Signals, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, cover, selected
-
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-BATCHED = True
+from vlmcompress.reduction.methods._selecting import SelectingReducer, cover
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class Coverage(SelectingReducer):
     """`keep`: share of the tokens; `temperature`: temperature of the softmax; the lower, the more similar a representative
     must be."""
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
+    BATCHED = True
+
     temperature: float = 0.2
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
         if not number or not 1e-3 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the tokens that represent all of them best."""
-    assert signals.features is not None
-    scores = represented(signals.features, options.temperature)
-    return selected(cover(scores, options.budget(signals.grid)), signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the tokens that represent all of them best."""
+        assert signals.features is not None
+        scores = represented(signals.features, self.temperature)
+        return self.selected(cover(scores, self.budget(signals.grid)), signals)
 
 
 def represented(rows: Tensor, temperature: float) -> Tensor:
@@ -53,3 +53,6 @@ def represented(rows: Tensor, temperature: float) -> Tensor:
     rows = unit(rows)
     # [n, n], row i: shares of the tokens that represent token i.
     return (rows @ rows.T / temperature).softmax(1)
+
+
+REDUCER = Coverage()

@@ -21,42 +21,44 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Reduction, Signals, check_whole, top, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-BATCHED = True
 LED = 0.8
 """Share of the kept tokens that are pivots, where `pivots` is 0."""
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class Dart(SelectingReducer):
     """`keep`: share of the tokens; `pivots`: number of image pivots, 0 for 80% of the kept tokens."""
+
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
+    BATCHED = True
 
     pivots: int = 0
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("pivots", self.pivots)
 
     @property
+    @override
     def by_channel(self) -> bool:
         """A rotation changes a row's L1 norm, unlike its length and angles."""
         return True
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep pivots, the tokens with the largest L1 norm of the features, and those least similar to them."""
-    assert signals.features is not None
-    count = options.budget(signals.grid)
-    # Pivots: largest L1 norm, of the rows here, of the keys in the paper; float32, as thousands of channels add up.
-    lead = top(signals.features.float().abs().sum(-1), options.pivots or max(1, round(LED * count)))
-    return selected(select(signals.features, signals.features[:0], lead, count), signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep pivots, the tokens with the largest L1 norm of the features, and those least similar to them."""
+        assert signals.features is not None
+        count = self.budget(signals.grid)
+        # Pivots: largest L1 norm, of the rows here, of the keys in the paper; float32, as thousands of channels add up.
+        lead = top(signals.features.float().abs().sum(-1), self.pivots or max(1, round(LED * count)))
+        return self.selected(select(signals.features, signals.features[:0], lead, count), signals)
 
 
 def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tensor:
@@ -83,3 +85,6 @@ def select(features: Tensor, query: Tensor, pivots: Tensor, count: int) -> Tenso
         offset = offset.scatter(0, picked, torch.inf)
         chosen.append(picked)
     return torch.cat(chosen)
+
+
+REDUCER = Dart()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from vlmcompress.reduction.methods._base import (
-    ReducerOptions,
+    Reducer,
     Reduction,
     Signals,
     check_keep,
@@ -20,17 +22,16 @@ from vlmcompress.reduction.methods._base import (
 )
 from vlmcompress.reduction.methods.dart import select
 
-STAGE = "llm"
-NEEDS = frozenset({"features", "keys", "query", "query_keys"})
-COUNT = "fixed"
-SERVED = False
-WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
-
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class DartLLM(Reducer):
     """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text; `layer`: number of the decoder block,
     from 0, whose input is reduced."""
+
+    STAGE = "llm"
+    NEEDS = frozenset({"features", "keys", "query", "query_keys"})
+    SERVED = False
+    WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
 
     keep: float = 0.5
     pivots: int = 4
@@ -43,12 +44,15 @@ class Options(ReducerOptions):
         check_whole("text_pivots", self.text_pivots)
         check_whole("layer", self.layer, least=1)
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep pivots, the tokens whose keys have the largest L1 norm, in image and text, and image tokens least like them."""
+        assert signals.features is not None and signals.query is not None
+        assert signals.keys is not None and signals.query_keys is not None
+        lead = top(signals.keys.float().abs().sum(-1), self.pivots)
+        ask = top(signals.query_keys.float().abs().sum(-1), self.text_pivots)
+        count = self.budget(signals.grid)
+        return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep pivots, the tokens with the largest L1 norm of the keys in image and text, and the image tokens least like them."""
-    assert signals.features is not None and signals.query is not None
-    assert signals.keys is not None and signals.query_keys is not None
-    lead = top(signals.keys.float().abs().sum(-1), options.pivots)
-    ask = top(signals.query_keys.float().abs().sum(-1), options.text_pivots)
-    count = options.budget(signals.grid)
-    return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)
+
+REDUCER = DartLLM()

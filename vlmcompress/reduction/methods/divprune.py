@@ -12,26 +12,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Reduction, Signals, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, for_all_images, kernels, selected
-
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-BATCHED = True
+from vlmcompress.reduction.methods._selecting import SelectingReducer, for_all_images, kernels
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class DivPrune(SelectingReducer):
     """`keep`: share of the tokens."""
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
+    BATCHED = True
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the most diverse tokens."""
-    assert signals.features is not None
-    return selected(select(signals.features, options.budget(signals.grid)), signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the most diverse tokens."""
+        assert signals.features is not None
+        return self.selected(select(signals.features, self.budget(signals.grid)), signals)
 
 
 def select(features: Tensor, count: int) -> Tensor:
@@ -65,3 +64,6 @@ def _steps(distance: Tensor, count: int) -> Tensor:
         # min over the kept tokens j of d(i, j), updated with the last one; the next token maximizes it over i (max-min).
         nearest = torch.minimum(nearest, away, out=nearest) if number else away
     return chosen[..., 0].T
+
+
+REDUCER = DivPrune()

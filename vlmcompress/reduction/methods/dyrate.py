@@ -16,19 +16,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_whole, top
+from typing_extensions import override
 
-STAGE = "llm"
-NEEDS = frozenset({"saliency"})
-COUNT = "adaptive"
-SERVED = False
-WHY_NOT = "it drops tokens while generating, from caches that engines do not open"
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_whole, top
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class DyRate(Reducer):
     """`factor`: share of the tokens for each unit of attention on them; `least`: share that always stays; `layer`: number
     of the decoder block, from 0, whose input is reduced."""
+
+    STAGE = "llm"
+    NEEDS = frozenset({"saliency"})
+    COUNT = "adaptive"
+    SERVED = False
+    WHY_NOT = "it drops tokens while generating, from caches that engines do not open"
 
     factor: float = 2.0
     least: float = 0.1
@@ -41,14 +43,18 @@ class Options(ReducerOptions):
                 raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
         check_whole("layer", self.layer, least=1)
 
+    @override
     def budget(self, grid: Grid) -> None:
         """Return None: the number of kept tokens is not known in advance."""
         return None
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the most attended of the tokens left before this step."""
+        assert signals.saliency is not None
+        # float64, as the sum of thousands of small attentions decides on a count. The host has to know it: this waits.
+        rate = min(1.0, max(self.least, self.factor * signals.saliency.double().sum().item()))
+        return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the most attended of the tokens left before this step."""
-    assert signals.saliency is not None
-    # float64, as the sum of thousands of small attentions decides on a count. The host has to know it: this waits.
-    rate = min(1.0, max(options.least, options.factor * signals.saliency.double().sum().item()))
-    return Reduction.keep(top(signals.saliency, math.ceil(rate * math.prod(signals.grid))), signals.n)
+
+REDUCER = DyRate()

@@ -12,30 +12,33 @@ import math
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, rounded, top, unit
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
-
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-MEDIA = "video"
-SERVED = True
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class EVS(SelectingReducer):
     """`keep`: share of a video's tokens."""
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
+    MEDIA = "video"
+
+    @override
     def budget(self, grid: Grid) -> int:
         """Number of tokens to keep: the share `keep`, and at least the first frame."""
         return max(math.prod(grid[1:]), rounded(grid, self.keep))
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the first frame and the tokens that change most."""
+        assert signals.features is not None
+        frames = unit(signals.features).reshape(signals.grid[0], -1, signals.features.shape[1])
+        change = 1 - (frames[1:] * frames[:-1]).sum(-1)
+        scores = torch.cat([torch.full_like(frames[0, :, 0], torch.inf), change.flatten()])
+        return self.selected(top(scores, self.budget(signals.grid)), signals)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the first frame and the tokens that change most."""
-    assert signals.features is not None
-    frames = unit(signals.features).reshape(signals.grid[0], -1, signals.features.shape[1])
-    change = 1 - (frames[1:] * frames[:-1]).sum(-1)
-    scores = torch.cat([torch.full_like(frames[0, :, 0], torch.inf), change.flatten()])
-    return selected(top(scores, options.budget(signals.grid)), signals, options)
+
+REDUCER = EVS()

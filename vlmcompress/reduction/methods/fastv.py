@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from vlmcompress.reduction.methods._base import (
-    ReducerOptions,
+    Reducer,
     Reduction,
     Signals,
     check_keep,
@@ -18,16 +20,15 @@ from vlmcompress.reduction.methods._base import (
     top,
 )
 
-STAGE = "llm"
-NEEDS = frozenset({"saliency"})
-COUNT = "fixed"
-SERVED = False
-WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
-
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class FastV(Reducer):
     """`keep`: share of the tokens; `layer`: K, number of the decoder block, from 0, whose input is reduced."""
+
+    STAGE = "llm"
+    NEEDS = frozenset({"saliency"})
+    SERVED = False
+    WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
 
     keep: float = 0.5
     layer: int = 2
@@ -36,10 +37,13 @@ class Options(ReducerOptions):
         check_keep(self.keep)
         check_whole("layer", self.layer, least=1)
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the most attended tokens."""
+        assert signals.saliency is not None
+        # The paper averages the attention that a token receives from all others (phi_attn); its code, and this, use the last
+        # token's.
+        return Reduction.keep(top(signals.saliency, self.budget(signals.grid)), signals.n)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the most attended tokens."""
-    assert signals.saliency is not None
-    # The paper averages the attention that a token receives from all others (phi_attn); its code, and this, use the last
-    # token's.
-    return Reduction.keep(top(signals.saliency, options.budget(signals.grid)), signals.n)
+
+REDUCER = FastV()

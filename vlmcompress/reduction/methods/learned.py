@@ -31,17 +31,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from vlmcompress.reduction.methods import _selecting as selecting
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, top
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 from vlmcompress.reduction.methods.coverage import represented
-
-STAGE = "projected"
-NEEDS = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-BATCHED = True
 
 WAVES = 4
 """Number of frequencies, each twice the one before, whose sines and cosines describe a position besides row and column."""
@@ -67,18 +62,23 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class Learned(SelectingReducer):
     """`keep`: share of the tokens; `scorer`: the file that `vlmcompress learn-reducer` wrote.
 
     `sha256`: hash of that file, stored in checkpoints; computed when the file is read. `cover`: share of kept tokens
     chosen for coverage, not by score; 0.25 was chosen on the demo models' validation questions.
     """
 
+    STAGE = "projected"
+    NEEDS = frozenset({"features"})
+    BATCHED = True
+
     scorer: str = dataclasses.field(default="", compare=False)
     sha256: str = ""
     cover: float = 0.25
     network: Network | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.scorer, str):
@@ -90,20 +90,21 @@ class Options(SelectingOptions):
             raise ValueError(f"cover must be a share, from 0 to 1, got {str(self.cover)[:40]!r}")
 
     @property
+    @override
     def by_channel(self) -> bool:
         """A network reads single channels."""
         return True
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the tokens of highest score and, with the rest of the budget, those that cover the others best."""
-    assert signals.features is not None
-    if options.network is None:
-        raise ValueError("learned has no scorer; train one with `vlmcompress learn-reducer` first")
-    values = score(options.network.on(signals.features.device), signals.features, signals.grid)
-    return selected(
-        torch.cat(choose(values, signals.features, options.budget(signals.grid), options.cover)), signals, options
-    )
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the tokens of highest score and, with the rest of the budget, those that cover the others best."""
+        assert signals.features is not None
+        if self.network is None:
+            raise ValueError("learned has no scorer; train one with `vlmcompress learn-reducer` first")
+        values = score(self.network.on(signals.features.device), signals.features, signals.grid)
+        return self.selected(
+            torch.cat(choose(values, signals.features, self.budget(signals.grid), self.cover)), signals
+        )
 
 
 def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[Tensor, Tensor]:
@@ -175,3 +176,6 @@ def places(grid: Grid, device: torch.device | None = None) -> Tensor:
     place = torch.stack(torch.meshgrid(y, x, indexing="ij"), -1).reshape(-1, 2)
     waves = [wave(place * 2**power * math.tau) for power in range(WAVES) for wave in (torch.sin, torch.cos)]
     return torch.cat([place, *waves], -1).repeat(frames, 1)
+
+
+REDUCER = Learned()

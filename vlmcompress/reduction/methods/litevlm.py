@@ -18,20 +18,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
-
-STAGE = "pixels"
-NEEDS = frozenset({"features", "query"})
-OPTIONAL = frozenset({"saliency"})
-COUNT = "fixed"
-SERVED = True
-NO_BETTER_THAN = "random"
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, top, unit
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class LiteVLM(Reducer):
     """`keep`: share of the views; `lexical`: added to the cosine for a name that matches completely."""
+
+    STAGE = "pixels"
+    NEEDS = frozenset({"features", "query"})
+    NO_BETTER_THAN = "random"
 
     keep: float = 0.5
     lexical: float = 1.0
@@ -41,17 +39,17 @@ class Options(ReducerOptions):
         if isinstance(self.lexical, bool) or not isinstance(self.lexical, int | float) or not 0 <= self.lexical < 1e6:
             raise ValueError(f"lexical must be a number of at least 0, got {self.lexical!r}")
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the views with the highest scores."""
-    assert signals.features is not None and signals.query is not None
-    scores = torch.zeros(signals.n, device=signals.features.device)
-    if len(signals.query):
-        # [views, words] cosines; a view is as relevant as its best word.
-        scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
-    if signals.saliency is not None:
-        scores = scores + options.lexical * signals.saliency.to(scores)
-    return Reduction.keep(top(scores, options.budget(signals.grid)), signals.n)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the views with the highest scores."""
+        assert signals.features is not None and signals.query is not None
+        scores = torch.zeros(signals.n, device=signals.features.device)
+        if len(signals.query):
+            # [views, words] cosines; a view is as relevant as its best word.
+            scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
+        if signals.saliency is not None:
+            scores = scores + self.lexical * signals.saliency.to(scores)
+        return Reduction.keep(top(scores, self.budget(signals.grid)), signals.n)
 
 
 def matches(names: Sequence[str], question: str) -> Tensor:
@@ -64,3 +62,6 @@ def matches(names: Sequence[str], question: str) -> Tensor:
             for name_words in words
         ]
     )
+
+
+REDUCER = LiteVLM()

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_whole
-
-STAGE = "llm"
-NEEDS: frozenset[str] = frozenset()
-COUNT = "fixed"
-SERVED = False
-WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_whole
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class PEVLM(Reducer):
     """`sink`: number of frames that all tokens see; `frames`: number of frames in a block."""
+
+    STAGE = "llm"
+    RESTRICTS = True
+    SERVED = False
+    WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
 
     sink: int = 1
     frames: int = 8
@@ -35,36 +35,29 @@ class Options(ReducerOptions):
         check_whole("sink", self.sink)
         check_whole("frames", self.frames, least=1)
 
+    @override
     def budget(self, grid: Grid) -> int:
         """Number of tokens to keep: all."""
         return math.prod(grid)
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep all tokens."""
+        return Reduction.identity(signals.n, signals.device)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep all tokens."""
-    return Reduction.identity(signals.n, signals.device)
+    @override
+    def attention_parts(self, images: Sequence[tuple[int, int]], length: int) -> list[int]:
+        """Lengths of sink, blocks and question of several images, each a frame; text belongs to the image after it.
 
-
-def blocks(grid: Grid, before: int, after: int, options: Options) -> list[int]:
-    """Lengths of sink, blocks and question, for `mask`, of one video between `before` and `after` tokens of text."""
-    frames, tokens = grid[0], grid[1] * grid[2]
-    sink = min(options.sink, frames)
-    starts = range(sink, frames, options.frames)
-    return [before + sink * tokens, *(min(options.frames, frames - start) * tokens for start in starts), after]
-
-
-def parts(images: Sequence[tuple[int, int]], length: int, options: Options) -> list[int]:
-    """Lengths of sink, blocks and question, for `mask`, of several images, each a frame; text belongs to the image after it.
-
-    Args:
-        images: first token and number of tokens of each, ascending; at least one.
-        length: length of the sequence; the text after the last image is the question.
-    """
-    ends = [first + tokens for first, tokens in images]
-    sink = min(options.sink, len(ends))
-    edges = [0, ends[sink - 1] if sink else images[0][0]]
-    edges += [ends[min(start + options.frames, len(ends)) - 1] for start in range(sink, len(ends), options.frames)]
-    return [end - start for start, end in zip(edges, [*edges[1:], length], strict=True)]
+        Args:
+            images: first token and number of tokens of each, ascending; at least one.
+            length: length of the sequence; the text after the last image is the question.
+        """
+        ends = [first + tokens for first, tokens in images]
+        sink = min(self.sink, len(ends))
+        edges = [0, ends[sink - 1] if sink else images[0][0]]
+        edges += [ends[min(start + self.frames, len(ends)) - 1] for start in range(sink, len(ends), self.frames)]
+        return [end - start for start, end in zip(edges, [*edges[1:], length], strict=True)]
 
 
 def mask(lengths: Sequence[int]) -> Tensor:
@@ -80,3 +73,6 @@ def mask(lengths: Sequence[int]) -> Tensor:
     # The sink is part 0, the question the last part; everything else sees the sink and itself.
     visible = (key == 0) | (key == query) | (query == len(lengths) - 1)
     return visible & torch.ones_like(visible).tril()
+
+
+REDUCER = PEVLM()

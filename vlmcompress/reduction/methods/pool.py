@@ -13,18 +13,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals
-
-STAGE = "projected"
-NEEDS: frozenset[str] = frozenset()
-COUNT = "fixed"
-SERVED = True
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class Pool(Reducer):
     """`window`: rows and columns of neighbours that become one token, such as `2x2`, `1x2` or `3x3`; at most 64 of each."""
+
+    STAGE = "projected"
 
     window: str = "2x2"
 
@@ -40,21 +38,22 @@ class Options(ReducerOptions):
         rows, columns = self.window.split("x")
         return int(rows), int(columns)
 
+    @override
     def budget(self, grid: Grid) -> int:
         """Number of windows in the grid."""
         (frames, height, width), (rows, columns) = grid, self.sides
         return frames * -(-height // rows) * -(-width // columns)
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Join the tokens of each window."""
-    (frames, height, width), (rows, columns) = signals.grid, options.sides
-    device = signals.device
-    row, column = _middles(height, rows, device), _middles(width, columns, device)
-    first = torch.arange(frames, device=device) * (height * width)
-    # [frames, height, width]: each token's parent is the middle of its window, in the row and in the column.
-    parent = first[:, None, None] + row[:, None] * width + column
-    return Reduction.join(parent.flatten(), count=options.budget(signals.grid))
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Join the tokens of each window."""
+        (frames, height, width), (rows, columns) = signals.grid, self.sides
+        device = signals.device
+        row, column = _middles(height, rows, device), _middles(width, columns, device)
+        first = torch.arange(frames, device=device) * (height * width)
+        # [frames, height, width]: each token's parent is the middle of its window, in the row and in the column.
+        parent = first[:, None, None] + row[:, None] * width + column
+        return Reduction.join(parent.flatten(), count=self.budget(signals.grid))
 
 
 def _middles(length: int, step: int, device: torch.device) -> Tensor:
@@ -62,3 +61,6 @@ def _middles(length: int, step: int, device: torch.device) -> Tensor:
     start = torch.arange(length, device=device) // step * step
     end = (start + step).clamp(max=length)
     return start + (end - start - 1) // 2
+
+
+REDUCER = Pool()

@@ -13,33 +13,31 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, top
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
-
-STAGE = "projected"
-NEEDS: frozenset[str] = frozenset()
-OPTIONAL = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class Random(SelectingReducer):
     """`keep`: share of the tokens; `seed`: which choice."""
+
+    STAGE = "projected"
 
     seed: int = 0
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("seed", self.seed, most=2**63 - 1)
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Give every token a random score and keep the highest."""
-    order = _order(signals.grid, options.seed).to(signals.device, non_blocking=True)
-    # A prefix of one order for all shares, so a smaller share keeps a subset of a larger one's.
-    return selected(order[: options.budget(signals.grid)], signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Give every token a random score and keep the highest."""
+        order = _order(signals.grid, self.seed).to(signals.device, non_blocking=True)
+        # A prefix of one order for all shares, so a smaller share keeps a subset of a larger one's.
+        return self.selected(order[: self.budget(signals.grid)], signals)
 
 
 @functools.lru_cache(64)
@@ -48,3 +46,6 @@ def _order(grid: Grid, seed: int) -> Tensor:
     draw = random.Random(f"{seed} {grid}")  # Python promises this sequence for good; torch does not
     scores = torch.tensor([draw.random() for _ in range(math.prod(grid))], dtype=torch.float64)
     return top(scores, len(scores))
+
+
+REDUCER = Random()

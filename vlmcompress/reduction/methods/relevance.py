@@ -19,22 +19,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, ReducerOptions, Reduction, Signals, check_keep, top, unit
-
-STAGE = "projected"
-NEEDS = frozenset({"features", "query"})
-COUNT = "fixed"
-SERVED = True
-NO_BETTER_THAN = "random"
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_keep, top, unit
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class Relevance(Reducer):
     """`keep`: share of the tokens; `sharpness`: the most relevant region has exp(sharpness) times the value of the least
     relevant one."""
+
+    STAGE = "projected"
+    NEEDS = frozenset({"features", "query"})
+    NO_BETTER_THAN = "random"
 
     keep: float = 0.5
     sharpness: float = 3.0
@@ -45,27 +44,27 @@ class Options(ReducerOptions):
         if not number or not 0 <= self.sharpness <= 100:
             raise ValueError(f"sharpness must be a number from 0 to 100, got {self.sharpness!r}")
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Refine the most relevant regions until the budget is spent."""
-    steps, count, n = _steps(signals.grid), options.budget(signals.grid), signals.n
-    cells, place, rank, region, size, widest = (
-        table.to(signals.device, non_blocking=True)
-        for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)
-    )
-    scores = _scores(signals, cells[0], steps.regions, options.sharpness)
-    if count <= steps.regions:
-        refined = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, top(scores, count), True)
-        return _joined(torch.where(refined[cells[0]], cells[0], -1), count)
-    # Greedy by value per token; `widest` keeps a region's finer steps after its coarser ones.
-    order = top(scores[region] / widest, len(region))
-    before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
-    apart = torch.zeros_like(size)
-    apart[order] = (count - steps.regions - before).clamp(min=0)
-    label = cells[0]
-    for level in range(1, len(_CELLS)):  # no two levels share a label
-        label = torch.where(rank[level] < apart[place[level]], n * level + cells[level], label)
-    return _joined(label, count)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Refine the most relevant regions until the budget is spent."""
+        steps, count, n = _steps(signals.grid), self.budget(signals.grid), signals.n
+        cells, place, rank, region, size, widest = (
+            table.to(signals.device, non_blocking=True)
+            for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)
+        )
+        scores = _scores(signals, cells[0], steps.regions, self.sharpness)
+        if count <= steps.regions:
+            refined = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, top(scores, count), True)
+            return _joined(torch.where(refined[cells[0]], cells[0], -1), count)
+        # Greedy by value per token; `widest` keeps a region's finer steps after its coarser ones.
+        order = top(scores[region] / widest, len(region))
+        before = size[order].cumsum(0) - size[order]  # tokens that the steps before cost
+        apart = torch.zeros_like(size)
+        apart[order] = (count - steps.regions - before).clamp(min=0)
+        label = cells[0]
+        for level in range(1, len(_CELLS)):  # no two levels share a label
+            label = torch.where(rank[level] < apart[place[level]], n * level + cells[level], label)
+        return _joined(label, count)
 
 
 @dataclass(frozen=True)
@@ -145,3 +144,6 @@ def _joined(label: Tensor, count: int) -> Reduction:
     parent = torch.empty_like(label)
     parent[ordered.indices] = ordered.indices[first + (end - first) // 2]
     return Reduction.join(parent.where(label >= 0, -1), count=count)
+
+
+REDUCER = Relevance()

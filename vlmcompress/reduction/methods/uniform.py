@@ -12,27 +12,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import Grid, Reduction, Signals
-from vlmcompress.reduction.methods._selecting import SelectingOptions, selected
-
-STAGE = "projected"
-NEEDS: frozenset[str] = frozenset()
-OPTIONAL = frozenset({"features"})
-COUNT = "fixed"
-SERVED = True
-NO_BETTER_THAN = "random"
+from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 
 @dataclass(frozen=True)
-class Options(SelectingOptions):
+class Uniform(SelectingReducer):
     """`keep`: share of the tokens."""
 
+    STAGE = "projected"
+    NO_BETTER_THAN = "random"
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep the tokens of the even grid."""
-    index = _index(signals.grid, options.budget(signals.grid)).to(signals.device, non_blocking=True)
-    return selected(index, signals, options)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep the tokens of the even grid."""
+        index = _index(signals.grid, self.budget(signals.grid)).to(signals.device, non_blocking=True)
+        return self.selected(index, signals)
 
 
 @functools.lru_cache(64)
@@ -57,3 +54,6 @@ def _spread(total: int, parts: int) -> list[int]:
 def _centres(count: int, cells: int) -> list[int]:
     """Choose `count` of `cells` positions, in the middle of equal parts."""
     return [(2 * i + 1) * cells // (2 * count) for i in range(count)]
+
+
+REDUCER = Uniform()

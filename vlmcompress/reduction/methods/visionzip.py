@@ -16,20 +16,19 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import ReducerOptions, Reduction, Signals, check_keep, top, unit
-
-STAGE = "encoder"
-NEEDS = frozenset({"saliency", "keys", "heads"})
-COUNT = "fixed"
-SERVED = True
-NO_BETTER_THAN = "random"
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, top, unit
 
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class VisionZip(Reducer):
     """`keep`: share of the tokens; `contextual`: share of merged ones among the kept tokens (10 of 64); `merge`: "sum" or
     "mean"."""
+
+    STAGE = "encoder"
+    NEEDS = frozenset({"saliency", "keys", "heads"})
+    NO_BETTER_THAN = "random"
 
     keep: float = 1 / 3
     contextual: float = 10 / 64
@@ -43,30 +42,33 @@ class Options(ReducerOptions):
         if self.merge not in ("sum", "mean"):
             raise ValueError(f"merge must be 'sum' or 'mean', got {self.merge!r}")
 
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
+        assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
+        n, device = signals.n, signals.saliency.device
+        count = self.budget(signals.grid)
+        contextual = min(math.floor(self.contextual * count + 0.5), count - 1)
+        # Dominant tokens: the most attended ones.
+        dominant = torch.zeros(n, dtype=torch.bool, device=device)
+        dominant[top(signals.saliency, count - contextual)] = True
+        if contextual == 0 or count == n:
+            return Reduction.keep(top(dominant, count) if count < n else torch.arange(n, device=device), n)
+        rest = top(~dominant, n - count + contextual)
+        # Contextual tokens: a uniform sample of the rest, in raster order.
+        targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+        rows = unit(signals.keys.float().view(n, signals.heads, -1).mean(1))
+        parent = torch.arange(n, device=device)
+        # [rest, contextual] cosines of keys; each of the rest joins its most similar target.
+        parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
+        parent[targets] = targets
+        joined = Reduction.join(parent, count=count)
+        # The mean of the tokens merged into a target is added to the target (twice the mean of the two).
+        guests = joined.sizes - 1
+        weight = 1 / guests[joined.target].clamp(min=1)  # a target and the mean of its merged tokens have equal weight
+        weight.index_fill_(0, joined.anchor, 1.0)
+        scale = None if self.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
+        return replace(joined, weight=weight, scale=scale)
 
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Keep dominant tokens as they are, and merge the rest or, without contextual tokens, drop it."""
-    assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
-    n, device = signals.n, signals.saliency.device
-    count = options.budget(signals.grid)
-    contextual = min(math.floor(options.contextual * count + 0.5), count - 1)
-    # Dominant tokens: the most attended ones.
-    dominant = torch.zeros(n, dtype=torch.bool, device=device)
-    dominant[top(signals.saliency, count - contextual)] = True
-    if contextual == 0 or count == n:
-        return Reduction.keep(top(dominant, count) if count < n else torch.arange(n, device=device), n)
-    rest = top(~dominant, n - count + contextual)
-    # Contextual tokens: a uniform sample of the rest, in raster order.
-    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
-    rows = unit(signals.keys.float().view(n, signals.heads, -1).mean(1))
-    parent = torch.arange(n, device=device)
-    # [rest, contextual] cosines of keys; each of the rest joins its most similar target.
-    parent[rest] = targets[(rows[rest] @ rows[targets].T).argmax(1)]
-    parent[targets] = targets
-    joined = Reduction.join(parent, count=count)
-    # The mean of the tokens merged into a target is added to the target (twice the mean of the two).
-    guests = joined.sizes - 1
-    weight = 1 / guests[joined.target].clamp(min=1)  # a target and the mean of its merged tokens have equal weight
-    weight.index_fill_(0, joined.anchor, 1.0)
-    scale = None if options.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
-    return replace(joined, weight=weight, scale=scale)
+
+REDUCER = VisionZip()

@@ -13,8 +13,7 @@ one window, and if windows are too small for their quota, the most attended othe
 cases); each frame has separate windows. Qwen's encoders have no CLS, and this package does not hook the attention that the
 authors use there, so the method is not available for Qwen.
 
-The published second stage, within the language model, is FastV's rule at another layer: chain `SECOND_STAGE` after this where
-that layer can be hooked (96 kept here and a third of them there: 64 on average).
+The published second stage, within the language model, is FastV's rule at another layer; it is not implemented.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.reduction.methods._base import (
     Grid,
-    ReducerOptions,
+    Reducer,
     Reduction,
     Signals,
     check_keep,
@@ -36,18 +36,15 @@ from vlmcompress.reduction.methods._base import (
     unit,
 )
 
-STAGE = "projected"
-NEEDS = frozenset({"features", "saliency", "windowed"})
-COUNT = "fixed"
-SERVED = True
-NO_BETTER_THAN = "random"
-SECOND_STAGE = ("fastv", {"keep": 1 / 3, "layer": 16})  # of the 32 blocks of LLaVA-1.5-7B; in Qwen2.5-VL 14 of 28
-
 
 @dataclass(frozen=True)
-class Options(ReducerOptions):
+class VScan(Reducer):
     """`keep`: share of the tokens; `window`: side of a window in tokens (6 for LLaVA's 24 x 24, 4 for Qwen2.5-VL); `shallow`:
     number of the encoder's block, from 0, whose attention is `windowed` (Qwen2.5-VL: its first block with full attention)."""
+
+    STAGE = "projected"
+    NEEDS = frozenset({"features", "saliency", "windowed"})
+    NO_BETTER_THAN = "random"
 
     keep: float = 1 / 6
     window: int = 6
@@ -58,21 +55,21 @@ class Options(ReducerOptions):
         check_whole("window", self.window, least=1)
         check_whole("shallow", self.shallow)
 
-
-def reduce(signals: Signals, options: Options) -> Reduction:
-    """Scan locally, then globally, and merge the dropped tokens into the kept."""
-    assert signals.features is not None and signals.saliency is not None and signals.windowed is not None
-    count = options.budget(signals.grid)
-    kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
-    window = windows(signals.grid, options.window, kept.device)
-    kept[top_per_window(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, options.window)))] = True
-    # Global scan, among the tokens not chosen by the local scan.
-    rest = signals.saliency.float().masked_fill(kept, -torch.inf)
-    kept[top(rest, count - count // 2)] = True
-    rows, anchors = unit(signals.features), top(kept, count)
-    # Every dropped token joins its most similar kept one; the mean (kept + sum) / (1 + number) is that of `join`.
-    nearest = anchors[(rows @ rows[anchors].T).argmax(1)]
-    return Reduction.join(torch.where(kept, torch.arange(signals.n, device=kept.device), nearest), count=count)
+    @override
+    def reduce(self, signals: Signals) -> Reduction:
+        """Scan locally, then globally, and merge the dropped tokens into the kept."""
+        assert signals.features is not None and signals.saliency is not None and signals.windowed is not None
+        count = self.budget(signals.grid)
+        kept = torch.zeros(signals.n, dtype=torch.bool, device=signals.saliency.device)
+        window = windows(signals.grid, self.window, kept.device)
+        kept[top_per_window(signals.windowed, window, count // 2, math.prod(_tiles(signals.grid, self.window)))] = True
+        # Global scan, among the tokens not chosen by the local scan.
+        rest = signals.saliency.float().masked_fill(kept, -torch.inf)
+        kept[top(rest, count - count // 2)] = True
+        rows, anchors = unit(signals.features), top(kept, count)
+        # Every dropped token joins its most similar kept one; the mean (kept + sum) / (1 + number) is that of `join`.
+        nearest = anchors[(rows @ rows[anchors].T).argmax(1)]
+        return Reduction.join(torch.where(kept, torch.arange(signals.n, device=kept.device), nearest), count=count)
 
 
 def windows(grid: Grid, side: int, device: torch.device | None = None) -> Tensor:
@@ -109,3 +106,6 @@ def top_per_window(scores: Tensor, window: Tensor, count: int, number: int | Non
     rank[by_window.indices] = torch.arange(len(order), device=order.device) - first
     quota = -(-count // (int(window.max()) + 1 if number is None else number))
     return order[(rank >= quota).sort(stable=True).indices[:count]]  # tokens beyond the quota come last
+
+
+REDUCER = VScan()

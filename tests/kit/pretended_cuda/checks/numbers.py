@@ -123,7 +123,7 @@ def test_every_reducer_attached(family):
     vlm = reduction_data.tiny(family)
     inputs = reduction_data.encode(vlm, reduction_data.ONE)
     for method in REGISTRY.names():
-        options = REGISTRY.get(method).Options()
+        options = REGISTRY.get(method)
         if (
             options.keep is None
             or family_refusal(spec, method) is not None

@@ -52,7 +52,7 @@ def from_statistics(tiny_run: SimpleNamespace, out: str, **keys: Any) -> Any:
 
 
 def learn_thresholds(folder: Path) -> None:
-    call = ["thresholds", str(folder / "llava"), "-o", str(folder / "thresholds.json")]
+    call = ["learn-reducer", str(folder / "llava"), "-o", str(folder / "thresholds.json")]
     assert cli.main([*call, "--calib", str(folder / "calib.jsonl")]) == 0
 
 

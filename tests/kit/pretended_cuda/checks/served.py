@@ -26,8 +26,8 @@ from vllm.plugins import load_general_plugins
 from tests.kit import reduced_cases as cases
 from tests.kit.pretended_cuda import OTHERS, WAITS, Counts, counting
 from tests.kit.vllm_processor import applied
+from vlmcompress.models import tile_grid
 from vlmcompress.reduction.choice import ReducerChoice, parse_reducer
-from vlmcompress.reduction.hooks.units import tile
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.reduction.support import feature_layers
 
@@ -44,7 +44,7 @@ SERVED = [  # in the encoder's layers, from its attention, with states for deepe
     *(("qwen3-vl", "dart:0.5"), ("internvl", "divprune:0.5")),
 ]
 MORE = [
-    *(("internvl", "dymu"), ("idefics3", "tome:0.5"), ("llava", "relevance:0.5"), ("llava-next", "divprune:0.5")),
+    *(("internvl", "dymu"), ("llava", "relevance:0.5"), ("llava-next", "divprune:0.5")),
     ("qwen2-5-vl", "learned:0.25"),
     *(("llava-onevision", "coverage:0.5"), ("llava", "vscan:0.5,shallow=1")),
 ]
@@ -77,7 +77,7 @@ def reducer(text: str, vlm: Any, folder: Path) -> tuple[str | ReducerChoice, Tok
         return cases.trained(text, vlm, folder), None
     config = vlm.model.config
     thresholds = [0.9] * feature_layers(config)
-    tokens = math.prod(tile(config)) if vlm.spec.images.grid == "tiles" else 16
+    tokens = math.prod(tile_grid(config)) if vlm.spec.images.grid == "tiles" else 16
     counter = TokenCounter(14, (tokens // 3,), (0.0,) * 14, (0.0,) * 14, (1.0,) * 14, 0.0)
     return parse_reducer(f"dymu:thresholds={thresholds}"), counter
 

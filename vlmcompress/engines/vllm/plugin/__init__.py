@@ -40,7 +40,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin import _draft, _mended
+    from vlmcompress.engines.vllm.plugin import _draft, _fixes
     from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
 
     for family in SERVED_FAMILIES.names():
@@ -55,7 +55,7 @@ def register() -> None:
         hook = Loading(MODELS_CONFIG_MAP.get(original), reason)
         MODELS_CONFIG_MAP[name] = hook  # type: ignore[assignment]
     _draft.register()
-    _mended.register()
+    _fixes.register()
     multiply_fp8()
     emulate_floats()
     emulate_experts()

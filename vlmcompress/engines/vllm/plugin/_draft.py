@@ -34,7 +34,7 @@ import os
 from typing import Any
 
 from vlmcompress.engines.vllm.plugin._contract import left_out
-from vlmcompress.engines.vllm.plugin._mended import when_imported
+from vlmcompress.engines.vllm.plugin._fixes import when_imported
 from vlmcompress.export import draft_images
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"

@@ -58,7 +58,7 @@ class Part:
     Attributes:
         pieces: ranges of the target's rows in this step and rows of images, in order.
         short: number of tokens by which the sequence is shorter for the draft.
-            gone: dropped blocks of the cache, as first and number.
+        dropped_blocks: blocks of the cache that the draft does not read, as first and number.
     """
 
     pieces: list[range | Rows] = field(default_factory=list)

@@ -18,9 +18,8 @@ from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.models import spec_for
+from vlmcompress.models import block_side, spec_for, tile_grid
 from vlmcompress.reduction.hooks.tap import join_heads, received
-from vlmcompress.reduction.hooks.units import block, tile
 from vlmcompress.reduction.methods import Grid, Merger, Reduction
 from vlmcompress.reduction.support import strategy
 
@@ -78,8 +77,8 @@ class EncoderMerging:
         `counts`: number of tokens that each image keeps, for methods with adaptive counts.
         """
         chosen, aside = self._reducer.chosen, int(strategy(self._config) == "default")
-        side = block(self._config)
-        self._merger = Merger(chosen.module, chosen.options, grids, self._layers, aside, counts, device, side)
+        side = block_side(self._config)
+        self._merger = Merger(chosen.reducer, grids, self._layers, aside, counts, device, side)
         return self._merger
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -115,7 +114,7 @@ class TileMerging(EncoderMerging):
         return Reduction.concat([Reduction.keep(reduction.anchor, len(reduction.target)) for reduction in parts])
 
     def _start(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.begin([tile(self._config)] * len(args[0]), args[0].device, self.counts)
+        self.begin([tile_grid(self._config)] * len(args[0]), args[0].device, self.counts)
 
     def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self._merger is not None

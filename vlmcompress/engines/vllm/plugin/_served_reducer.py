@@ -15,7 +15,6 @@ from transformers import AutoConfig
 from vlmcompress import __version__
 from vlmcompress.models import read_json, spec_for
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import hooks as hooks  # before `support`: the two import each other
 from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
@@ -78,7 +77,7 @@ class ServedReducer:
     @property
     def views(self) -> bool:
         """Whether the method chooses among a request's images before the encoder; chosen images are not reduced."""
-        return chooses_images(self.chosen.module)
+        return chooses_images(self.chosen.reducer)
 
     def count(self, grid: Grid) -> int:
         """Number of tokens that an image keeps, or the maximum if that depends on the image or the request.
@@ -90,12 +89,12 @@ class ServedReducer:
         if self.counter:
             return self.counter.buckets[-1]
         frames = grid[0] if self.merges else 1
-        return frames * self.chosen.options.budget((grid[0] // frames, *grid[1:]))
+        return frames * self.chosen.reducer.budget((grid[0] // frames, *grid[1:]))
 
     @property
     def merges(self) -> bool:
         """Whether the method merges tokens within the encoder's layers."""
-        return hasattr(self.chosen.module, "merge")
+        return self.chosen.reducer.MERGES
 
     def reduce(self, grid: Grid, features: Tensor | None = None, **signals: Any) -> Reduction:
         """Decide the reduction of one image, without synchronizing with the device, so values are not checked.
@@ -113,7 +112,7 @@ class ServedReducer:
         signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # decided before the encoder: these images stay
             return [Reduction.identity(image.n, image.device) for image in signals]
-        return methods.reduce_all(self.chosen.module, signals, self.chosen.options, check=False)
+        return methods.reduce_all(self.chosen.reducer, signals, check=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -22,8 +22,7 @@ from vlmcompress.engines.vllm.plugin._processing import (
     ReducedProcessor,
     counts_of,
 )
-from vlmcompress.models import spec_for
-from vlmcompress.reduction.hooks.units import tile
+from vlmcompress.models import spec_for, tile_grid
 from vlmcompress.reduction.methods import Grid, Reduction
 
 
@@ -48,7 +47,7 @@ class TiledInfo(ReducedInfo):
 
     def tile(self) -> tuple[int, int]:
         """Number of tokens of a tile, and number of kept ones, or the maximum if that depends on its pixels."""
-        grid = tile(self.get_hf_config())  # type: ignore[attr-defined]
+        grid = tile_grid(self.get_hf_config())  # type: ignore[attr-defined]
         return math.prod(grid), self.reducer.count(grid)
 
 
@@ -81,7 +80,7 @@ class TiledImages(OriginalPositions, PlainRope):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config: Any = vllm_config.model_config.hf_config
-        self.grid, self._merging = tile(config), None
+        self.grid, self._merging = tile_grid(config), None
         if self.reducer.merges:
             spec = spec_for({"model_type": config.model_type})
             model: Any = self

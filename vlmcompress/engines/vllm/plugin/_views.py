@@ -51,7 +51,9 @@ class ViewsProcessor:
                 raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
         elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
             words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
-            stays = words and views.stays(self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words)
+            stays = words and views.kept_images(
+                self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words
+            )
             kwargs[FIELD] = stays or [True] * images
         # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks up its cache first, image by image, so
         # the choice has to be made before.
@@ -118,12 +120,12 @@ class ViewsProcessor:
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         placeholders: Placeholders = super()._shortened(update, number, mm_items, out_mm_kwargs)  # type: ignore[misc]
-        if stays(out_mm_kwargs[update.modality][number]):
+        if is_kept(out_mm_kwargs[update.modality][number]):
             return placeholders
         return Placeholders(placeholders.full[:1], positions=placeholders.positions)
 
 
-def stays(item: Mapping[str, Any]) -> bool:
+def is_kept(item: Mapping[str, Any]) -> bool:
     """Whether a processed image stays; True for methods that do not choose."""
     return FIELD not in item or bool(item[FIELD].data)
 
@@ -180,6 +182,6 @@ class ViewsModel:
         counts: tuple[int, int | None] = super().get_mm_lora_token_counts(  # type: ignore[misc]
             modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
         )
-        if mm_kwargs is None or stays(mm_kwargs):
+        if mm_kwargs is None or is_kept(mm_kwargs):
             return counts
         return 0, None if counts[1] is None else 0

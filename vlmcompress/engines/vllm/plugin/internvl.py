@@ -26,7 +26,8 @@ from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, register_processing
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
-from vlmcompress.reduction.hooks.units import Reduced, join_reductions, tile
+from vlmcompress.models import tile_grid
+from vlmcompress.reduction.hooks.units import Reduced, join_reductions
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
@@ -57,7 +58,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
 
     def film(self, frames: int) -> Grid:
         """The grid of a video's tokens."""
-        _, rows, columns = tile(self.ctx.get_hf_config())
+        _, rows, columns = tile_grid(self.ctx.get_hf_config())
         return frames, rows, columns
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:

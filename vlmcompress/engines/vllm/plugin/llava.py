@@ -19,9 +19,8 @@ from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
-from vlmcompress.models import spec_for
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import reads_encoder
+from vlmcompress.reduction.support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
@@ -42,15 +41,14 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        method, options = self.reducer.chosen.module, self.reducer.chosen.options
+        reducer = self.reducer.chosen.reducer
         self._merging = self._scan = None
         self._counts: list[int] | None = None  # counts of the images being encoded
         tower: Any = self.vision_tower
         if self.reducer.merges:
             self._merging = EncoderMerging(tower.vision_model.encoder.layers, self.reducer, self.config)
-        elif reads_encoder(spec_for({"model_type": self.config.model_type}), self.config, method):
-            shallow = options.shallow if "windowed" in method.NEEDS else None
-            self._scan = Scan(tower.vision_model.encoder.layers, shallow)
+        elif needs_encoder(reducer):
+            self._scan = Scan(tower.vision_model.encoder.layers, reducer.shallow)
 
     def _size(self, item: Any) -> tuple[int, int]:
         side = self.config.vision_config.image_size
@@ -75,7 +73,7 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         if merger is not None:
             return self._projected(features, merger.merged)
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
-        if self.reducer.chosen.module.STAGE == "encoder":
+        if self.reducer.chosen.reducer.STAGE == "encoder":
             reductions = [
                 self.reducer.reduce(grid, rows, **image_signals)
                 for rows, image_signals in zip(features, signals, strict=True)

@@ -21,7 +21,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import calibration_inputs
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
-from vlmcompress.training.eagle3 import DraftShape, Lesson
+from vlmcompress.training.eagle3 import DraftSample, DraftShape
 from vlmcompress.training.medusa import MedusaShape
 from vlmcompress.utils.errors import UserError
 
@@ -86,8 +86,8 @@ class _Taps:
         return positions[0]
 
 
-class Lessons:
-    """The lessons for a draft of kind `kind`, one per answer of the target.
+class DraftData:
+    """Training data for a draft of kind `kind`: a `DraftSample` for each answer of the target.
 
     Args:
         kind: `eagle3` or `medusa`.
@@ -154,11 +154,11 @@ class Lessons:
             tensors = eagle3.create(self.shape, seed, weight.cpu(), rows)
         return {name: tensor.to(self.head.device) for name, tensor in tensors.items()}
 
-    def guesses(self, tensors: Mapping[str, Tensor], lesson: Lesson) -> list[Tensor]:
+    def guesses(self, tensors: Mapping[str, Tensor], sample: DraftSample) -> list[Tensor]:
         """The draft's logits at the answer positions, for each of its guesses (`eagle3.guesses`)."""
         if isinstance(self.shape, MedusaShape):
-            return medusa.guesses(tensors, lesson)
-        return eagle3.guesses(tensors, self.shape, lesson)
+            return medusa.guesses(tensors, sample)
+        return eagle3.guesses(tensors, self.shape, sample)
 
     def _vocabulary(self, most: int) -> Tensor:
         """Ids `[n]`, ascending, of the most frequent tokens in answers, filled up with the lowest ids."""
@@ -176,8 +176,8 @@ class Lessons:
         return range(self.first, len(self.batches))
 
     @torch.no_grad()
-    def lesson(self, index: int) -> Lesson | None:
-        """The lesson of a sample; None if its answer has only one token, which the target itself computes."""
+    def sample(self, index: int) -> DraftSample | None:
+        """A sample as the draft learns from it; None if its answer has only one token, which the target itself computes."""
         with float_products(self.target.model):
             batch = self.batches[index]
             if self.reducer:
@@ -192,7 +192,7 @@ class Lessons:
             # before.
             logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0, eagle3.STEPS :].float()
             context = self._context(inputs["input_ids"][0], batch["modality"][0])
-            return Lesson(
+            return DraftSample(
                 **context,
                 begin=len(context["embeds"]) - (len(batch["modality"][0]) - cut),
                 logits=logits[:, self.vocabulary],
@@ -201,7 +201,7 @@ class Lessons:
             )
 
     def _context(self, ids: Tensor, modality: Tensor) -> dict[str, Any]:
-        """The rows of the draft's context for the sample that the target has just run (see `Lesson`)."""
+        """The rows of the draft's context for the sample that the target has just run (see `DraftSample`)."""
         embeds = embedding(ids, self.table).float()[1:]
         taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
         images = runs(modality == VISION)

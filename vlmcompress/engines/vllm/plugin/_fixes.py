@@ -36,32 +36,32 @@ def register() -> None:
     when_imported(f"{MODELS}.medusa", _count_table)
 
 
-def when_imported(name: str, mend: Callable[[Any], None], part: str | None = None) -> None:
-    """Call `mend` once with a module, now or when it is imported, as importing takes seconds and only workers need it.
+def when_imported(name: str, fix: Callable[[Any], None], part: str | None = None) -> None:
+    """Call `fix` once with a module, now or when it is imported, as importing takes seconds and only workers need it.
 
-    `part`: its part of `_contract`; if that is broken, `mend` is not called.
+    `part`: its part of `_contract`; if that is broken, `fix` is not called.
     """
     if name in _patched:
         return
     _patched.add(name)
     if part:
-        whole = mend
-        mend = lambda module: None if left_out(part) else whole(module)  # noqa: E731
+        whole = fix
+        fix = lambda module: None if left_out(part) else whole(module)  # noqa: E731
     if module := sys.modules.get(name):
-        mend(module)
+        fix(module)
     else:
         # vllm/plugins/__init__.py::load_general_plugins runs in each process before its runner and models are imported.
-        sys.meta_path.insert(0, _Finder(name, mend))
+        sys.meta_path.insert(0, _Finder(name, fix))
 
 
 class _Finder(MetaPathFinder):
-    """Import hook that calls `mend` after a module is imported."""
+    """Import hook that calls `fix` after a module is imported."""
 
-    def __init__(self, name: str, mend: Callable[[Any], None]):
-        self.name, self.mend = name, mend
+    def __init__(self, name: str, fix: Callable[[Any], None]):
+        self.name, self.fix = name, fix
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """The module's spec, with a loader that then calls `mend`."""
+        """The module's spec, with a loader that then calls `fix`."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self.mend(module)
+            self.fix(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
