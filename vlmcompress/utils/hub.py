@@ -72,7 +72,7 @@ class Repository:
         return f"{'data set' if self.kind == 'dataset' else 'model'} {self.id}"
 
     @property
-    def where(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The repository as arguments of huggingface_hub's functions."""
         return {"repo_id": self.id, "repo_type": self.kind, "revision": self.revision}
 
@@ -318,21 +318,21 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
     unreachable: Exception | None = None
     files_alone = False  # whether only the cached files of the repository are known
     try:
-        info: Any = HfApi().repo_info(**repository.where, files_metadata=True, timeout=_TIMEOUT)
+        info: Any = HfApi().repo_info(**repository.arguments, files_metadata=True, timeout=_TIMEOUT)
         commit, sizes = str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
     except (OSError, http_library().HTTPError) as error:
         unreachable = error
         try:
-            folder = Path(snapshot_download(**repository.where, allow_patterns=[], local_files_only=True))
+            folder = Path(snapshot_download(**repository.arguments, allow_patterns=[], local_files_only=True))
         except LocalEntryNotFoundError:
             raise unreachable from None
         commit = folder.name
         try:
-            sizes = {file.path: file.size for file in get_cached_repo_tree(**repository.where)}
+            sizes = {file.path: file.size for file in get_cached_repo_tree(**repository.arguments)}
         except CachedRepoTreeNotFoundError:  # the cache was filled file by file, without a list of all files
             files_alone = True
             sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    here = repository.where | {"revision": commit}
+    here = repository.arguments | {"revision": commit}
     try:
         chosen = choose(sizes, lambda name: Path(hf_hub_download(filename=name, **here)).read_text(encoding="utf-8"))
     except UserError:
@@ -355,7 +355,7 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
         )
     # by branch, not by commit, so that the cache can resolve the branch when offline
     patterns = [glob.escape(name) for name in chosen.files]
-    folder = Path(snapshot_download(**repository.where, allow_patterns=patterns, tqdm_class=Bar))
+    folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns, tqdm_class=Bar))
     return _with_headers(repository, folder, chosen) if headers else folder / chosen.path
 
 
