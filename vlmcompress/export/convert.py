@@ -20,7 +20,7 @@ from vlmcompress.export.stored import Stored
 from vlmcompress.export.write import Checkpoint, OutputTensor, cast_entry, write
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.reduction import block as reducer_block
-from vlmcompress.utils import folders
+from vlmcompress.utils import folders, model_folder
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.work_folder import locked_folder
@@ -59,7 +59,7 @@ def convert(
     stored.check_scales()
     if stored.format == format and (source / MANIFEST).is_file():
         raise UserError(f"{source} is already {format}; choose another format")
-    models.check_files(source)
+    model_folder.companions(source)  # raises where one cannot be copied
     written = models.written_names(stored.names, stored.spec)
     specs = {entry.name: entry.spec for entry in stored.entries}
     if problem := models.draft_problem(stored.spec, stored.config, specs):

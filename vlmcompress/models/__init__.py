@@ -15,7 +15,6 @@ from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     asides,
-    check_files,
     check_type,
     checkpoint_bytes,
     family_of,

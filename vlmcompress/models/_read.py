@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,16 +122,6 @@ def refuse_adapter(path: Path) -> None:
     if model_folder.is_adapter(path):
         merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
         raise UserError(f"{path} is a LoRA adapter and no model; write the merged one first, by {merge}")
-
-
-def check_files(path: str | Path) -> None:
-    """Raise `UserError` for a model folder with files that cannot be copied: devices, pipes, links out of it."""
-    for folder, subfolders, names in os.walk(path):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
-            place = file.relative_to(path)
-            if model_folder.belongs(place) and not (file.is_file() and place.suffix == ".safetensors"):
-                model_folder.check_file(Path(path), place)
 
 
 def shards(path: str | Path) -> list[Path]:

@@ -209,22 +209,16 @@ def check_file(folder: Path, place: Path) -> None:
         )
 
 
-def belongs(place: Path) -> bool:
-    """Whether a file of this name, relative to a model's folder, may be one of its `companions`, its config or its weights."""
-    kinds = (*itertools.chain(*PROCESSING.values()), *_OTHERS, "*.py", "config.json", INDEX, "*.safetensors")
-    return _matches(place, kinds)
-
-
 def unrelated_files(folder: Path) -> list[str]:
     """Sorted names of files and folders other than weights, config, adapter files and `companions`."""
     kept = {place.parts[0] for place in companions(folder)} | {path.name for path in weight_files(folder)}
     kept |= {"config.json", INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *CONFIG_FILES, *_WRITTEN_ANEW}
-    return sorted({place.parts[0] for place in _visible(folder)} - kept)
+    return sorted({place.parts[0] for place in _visible(folder) if (folder / place).is_file()} - kept)
 
 
 def _visible(folder: Path) -> list[Path]:
-    """The files in a folder and its subfolders that are not hidden, as sorted relative paths."""
-    places = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    """What is in a folder and its subfolders, is no folder and not hidden, as sorted relative paths."""
+    places = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
     return sorted(place for place in places if not any(part.startswith(".") for part in place.parts))
 
 

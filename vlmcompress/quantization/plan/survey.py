@@ -27,6 +27,7 @@ from vlmcompress.quantization.plan.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.allocation import Key
 from vlmcompress.reduction import scorer_file
+from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_headers import Spec
@@ -254,7 +255,7 @@ def _as_written(recipe: Recipe, source: Source) -> Source:
         UserError: its files are incomplete, or don't fit its config.
     """
     if source.headers:
-        models.check_files(source.path)
+        model_folder.companions(source.path)  # raises where one cannot be copied
         models.check_shapes(source.path, source.meta_model, source.names)
     source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
     if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
