@@ -394,6 +394,7 @@ LLAVA_MAPPER: Prefixes = (
 )
 # CLIP and SigLIP are a module inside the tower there; transformers 5 has none, and saves none.
 LLAVA_ENGINE: Prefixes = (("model.vision_tower", "vision_tower.vision_model"), *LLAVA_MAPPER)
+LLAVA_NAMES = EngineNames(prefixes=LLAVA_ENGINE, mapper=LLAVA_MAPPER, hub=LLAVA_ENGINE)
 QWEN_ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),
     ("model.visual", "visual"),

@@ -6,19 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import Layout, Piece, cut
-from vlmcompress.models._spec import (
-    CLIP,
-    CLIP_TOWERS,
-    LLAMA,
-    LLAVA_ENGINE,
-    LLAVA_MAPPER,
-    EngineNames,
-    Engines,
-    Images,
-    MlxClass,
-    ModelSpec,
-    Tower,
-)
+from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_NAMES, Engines, Images, MlxClass, ModelSpec, Tower
 from vlmcompress.utils.errors import UserError
 
 
@@ -74,7 +62,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     layout=layout,
     image_token="image_token_index",
-    names=EngineNames(prefixes=LLAVA_ENGINE, mapper=LLAVA_MAPPER, hub=LLAVA_ENGINE),
+    names=LLAVA_NAMES,
     tower=Tower(
         cls="clip_vision_model",
         units="patch",

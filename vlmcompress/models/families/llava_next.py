@@ -7,17 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece, cut
-from vlmcompress.models._spec import (
-    CLIP,
-    CLIP_TOWERS,
-    LLAMA,
-    LLAVA_ENGINE,
-    LLAVA_MAPPER,
-    EngineNames,
-    Images,
-    ModelSpec,
-    Tower,
-)
+from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_NAMES, Images, ModelSpec, Tower
 from vlmcompress.models.families import llava
 
 
@@ -83,7 +73,7 @@ SPEC = ModelSpec(
     vision_groups=CLIP,
     layout=layout,
     image_token="image_token_index",
-    names=EngineNames(prefixes=LLAVA_ENGINE, mapper=LLAVA_MAPPER, hub=LLAVA_ENGINE),
+    names=LLAVA_NAMES,
     tower=Tower(units="patch", joint=("self_attn", "layer_norm2"), merging=CLIP_TOWERS),
     images=Images(
         newlines=("model.image_newline",),
