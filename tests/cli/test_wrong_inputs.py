@@ -462,7 +462,7 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "more weights than files": (
         edit(CONFIG, text_config__vocab_size=1 << 24),
         RTN,
-        r"config.json asks for \[16777216, 64\]; one of the two is of another model",
+        r"config.json asks for \[16777216, 128\]; one of the two is of another model",
     ),
     "other shapes": (
         edit(CONFIG, text_config__intermediate_size=384),

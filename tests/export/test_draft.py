@@ -223,6 +223,6 @@ def test_doctor_misses_the_entries(written, tmp_path):
 
 def test_families_without_a_head_say_nothing(tmp_path):
     source = models.Source.of(build("llava", tmp_path / "llava"))
-    assert models.draft_fault(source.spec, source.config, source.stored) is None
+    assert models.draft_problem(source.spec, source.config, source.stored) is None
     assert models.draft_lost(source.spec, source.config, source.stored) is None
     assert models.kept_draft(source.spec, source.stored) == []

@@ -62,8 +62,8 @@ def convert(
     models.check_files(source)
     written = models.written_names(stored.names, stored.spec)
     specs = {entry.name: entry.spec for entry in stored.entries}
-    if fault := models.draft_fault(stored.spec, stored.config, specs):
-        raise UserError(fault)
+    if problem := models.draft_problem(stored.spec, stored.config, specs):
+        raise UserError(problem)
     carried = reducer_block.read_reducer(stored.config)
     reducer = carried.reducer.plain() if carried else None
     model_config = stored.meta_model.config.to_dict()

@@ -36,28 +36,16 @@ from vlmcompress.models._tokens import block_side, patch_side, tile_grid
 
 if TYPE_CHECKING:
     from vlmcompress.models._experts import Expert, Experts
-    from vlmcompress.models._load import (
-        VLM,
-        Source,
-        build_meta_model,
-        cast_text,
-        check_shapes,
-        compressed,
-        load,
-        load_processor,
-        open_model,
-        quiet_transformers,
-        unused_text,
-    )
+    from vlmcompress.models._load import load, open_model
     from vlmcompress.models._modules import (
         attentions,
         decoder_blocks,
         decoder_layers,
         draft_blocks,
         draft_dropped,
-        draft_fault,
         draft_lost,
         draft_modules,
+        draft_problem,
         draft_roots,
         draft_tensors,
         kept_draft,
@@ -83,6 +71,17 @@ if TYPE_CHECKING:
         written_names,
     )
     from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
+    from vlmcompress.models._processor import load_processor
+    from vlmcompress.models._source import (
+        VLM,
+        Source,
+        build_meta_model,
+        cast_text,
+        check_shapes,
+        compressed,
+        quiet_transformers,
+        unused_text,
+    )
     from vlmcompress.models._stream import Stream, Values, stream
     from vlmcompress.models._types import FloatType
     from vlmcompress.models._vocabulary import (
@@ -102,7 +101,10 @@ if TYPE_CHECKING:
         with_vocabulary,
     )
 
-_ON_FIRST_USE = ("_experts", "_load", "_modules", "_names", "_placeholders", "_stream", "_types", "_vocabulary")
+_ON_FIRST_USE = (
+    *("_experts", "_load", "_modules", "_names", "_placeholders", "_processor", "_source", "_stream", "_types"),
+    "_vocabulary",
+)
 
 
 def __getattr__(name: str) -> Any:

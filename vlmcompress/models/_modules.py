@@ -285,7 +285,7 @@ def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
     return [Kept((root,), True, draft=True) for root in draft_roots(spec, stored)]
 
 
-def draft_fault(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
+def draft_problem(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
     """Why the draft head cannot be copied: it does not match config.json, or is quantized. None if it can, or is missing."""
     names = draft_tensors(spec, stored)
     if not spec.draft or not names:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from vlmcompress.models._modules import tower_blocks
 
 if TYPE_CHECKING:
-    from vlmcompress.models._load import VLM
+    from vlmcompress.models._source import VLM
     from vlmcompress.models._spec import ModelSpec
 
 _CALLS = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}

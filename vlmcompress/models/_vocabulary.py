@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vlmcompress.models._load import Source
 from vlmcompress.models._names import tied_names
+from vlmcompress.models._source import Source
 from vlmcompress.models._spec import HEAD, Group, ModelSpec
 from vlmcompress.utils import json_files
 

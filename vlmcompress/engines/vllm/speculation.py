@@ -114,7 +114,7 @@ def _check_model(model: Path, method: str, cpu: bool) -> None:
         return  # an unknown family: left to vLLM
     if method == "mtp":
         specs = {name: entry.spec for name, entry in models.stored_tensors(model).items()}
-        problem = models.draft_fault(spec, config, specs) or models.draft_lost(spec, config, specs)
+        problem = models.draft_problem(spec, config, specs) or models.draft_lost(spec, config, specs)
         if not problem and not models.draft_tensors(spec, specs):
             problem = f"{model} has no head that drafts tokens (mtp.*); use ngram, or a draft model's folder"
         if problem:

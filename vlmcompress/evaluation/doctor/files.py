@@ -341,7 +341,7 @@ def _readers(subject: _Subject) -> str:
 def _draft(subject: _Subject) -> str:
     """Check the checkpoint's draft head: whether it is complete, and excluded from quantization."""
     specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
-    problem = models.draft_fault(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
+    problem = models.draft_problem(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
     if problem:
         raise UserError(problem)
     names = models.draft_tensors(spec, specs)

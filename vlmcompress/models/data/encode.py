@@ -370,6 +370,7 @@ def _modality(sample: Sample, turns: list[Turn], media: Media, inputs: Inputs, v
 
 def _answer_span(sample: Sample, turns: list[Turn], index: int, media: Media, ids: Tensor, vlm: VLM) -> tuple[int, int]:
     """First position and end, in `ids [tokens]`, of the text of turn `index` with the end-of-turn token that follows it."""
+    # The conversation again, with a text in the turn that has no letter of the true one: what differs is the turn.
     text = "".join(part["text"] for part in turns[index]["content"] if part["type"] == "text")
     other = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in text)
     altered = [*turns[:index], {**turns[index], "content": [{"type": "text", "text": other}]}, *turns[index + 1 :]]
@@ -378,7 +379,9 @@ def _answer_span(sample: Sample, turns: list[Turn], index: int, media: Media, id
     end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
     if start == len(ids) == len(changed):
         return 0, 0  # the template does not show this turn
-    ends = _end_ids(vlm)
+    ends = _end_ids(
+        vlm
+    )  # the model has to learn to stop, so the end token belongs to the answer; only blanks may precede it
     for position in range(end, len(ids)):
         if int(ids[position]) in ends:
             return start, position + 1

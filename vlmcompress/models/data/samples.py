@@ -283,10 +283,12 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
     if messages is None and row.get("conversations") is not None:
         messages = _messages(row["conversations"], origin)
     turns = _question(row, origin) if messages is None else _turns(messages, folder, origin)
+    # Columns fill the places that the turns leave open; after that every image and video has a source.
     _bind(turns, [media_source(value, folder, origin) for value in values], origin)
     _bind(turns, [_video(value, folder, origin) for value in videos], origin, "video")
     media = [part for turn in turns for part in turn["content"] if part["type"] != "text"]
     sources = {kind: [part.pop("source") for part in media if part["type"] == kind] for kind in ("image", "video")}
+    # A last turn of the assistant is the answer that is scored; earlier ones are part of the prompt.
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     questions = [_joined(turn["content"]) for turn in turns if turn["role"] == "user"]
     if not questions:

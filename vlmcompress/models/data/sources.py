@@ -255,7 +255,9 @@ class _Rows:
         rest = [index for index in order if index not in bad]
         room = len(rest) if samples is None else samples
         while batch := rest[: room - len(good)]:
+            # Where bad rows are skipped, the next in the order take their places, until enough are good or none is left.
             rest = rest[len(batch) :] if self.reading.skip_bad else []
+            # Tables read forwards; the order is that of the hashes.
             rows = dict(zip(sorted(batch), self.table.rows(sorted(batch)), strict=True))
             for index in batch:
                 try:
@@ -263,7 +265,8 @@ class _Rows:
                 except UserError as error:
                     bad[index] = " ".join(str(error).split())  # the message may quote the row
         total = len(good) + len(bad)
-        if bad and not self.reading.allows(len(bad), total):  # so that one message lists bad rows and bad images
+        if bad and not self.reading.allows(len(bad), total):
+            # The run ends in any case: one message then lists the images that a preview did not decode, too.
             late = undecodable(good.values())
             bad |= {index: late[sample.name] for index, sample in good.items() if sample.name in late}
         if bad:
@@ -370,8 +373,8 @@ def _open(path: Path, columns: Mapping[str, str], text: bool = False, answered: 
         )
     if not table.ids or table.prompted:
         return table
-    if fault := layouts.columns_problem(table.columns, columns, text):
-        raise UserError(f"{path} {fault}")
+    if problem := layouts.columns_problem(table.columns, columns, text):
+        raise UserError(f"{path} {problem}")
     prompted = None if text else layouts.prompted(table.columns, columns)
     if prompted == "prompts" and answered:
         listed = ", ".join(sorted(table.columns))

@@ -100,8 +100,8 @@ def published_search(survey: Survey) -> Iterator[str]:
 def draft_head(survey: Survey) -> Iterator[str]:
     """Whether the model's draft head can be copied."""
     source = survey.source
-    if fault := models.draft_fault(source.spec, source.config, source.stored):
-        yield fault
+    if problem := models.draft_problem(source.spec, source.config, source.stored):
+        yield problem
 
 
 def skip(survey: Survey) -> Iterator[str]:

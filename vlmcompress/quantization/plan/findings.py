@@ -222,7 +222,7 @@ def _draft(plan: Plan) -> list[Finding]:
     if lost := models.draft_lost(source.spec, source.config, source.stored):
         return [Finding("speculation", True, f"{lost}; what quantize writes says 0")]
     names = models.draft_tensors(source.spec, source.stored)
-    if not names or models.draft_fault(source.spec, source.config, source.stored):
+    if not names or models.draft_problem(source.spec, source.config, source.stored):
         return []
     whole = size(sum(source.stored[name].nbytes for name in names))
     title = f"{', '.join(models.draft_roots(source.spec, source.stored))}, a head that drafts tokens"

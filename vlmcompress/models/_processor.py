@@ -1,0 +1,57 @@
+"""Load a model's processor: tokenizer, image processor and chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoProcessor
+
+from vlmcompress.models._checks import check_processor
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.messages import foreign_errors
+
+_LIMITS = ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of")
+"""Settings of a tokenizer that shorten or lengthen what it encodes."""
+
+
+def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Load the processor of the model in `path`, which neither truncates nor pads unless it is asked to.
+
+    Raises:
+        UserError: it cannot be loaded, takes no images, or has a setting that is out of bounds.
+    """
+    check_processor(Path(path))
+    remedy = "; copy the tokenizer and processor files from the source"
+    with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    if not isinstance(getattr(processor, "image_token", ""), str):
+        raise UserError(f"{path}: the processor's image_token is no text; copy the processor's files from the source")
+    # Tools that calibrate leave their truncation in tokenizer.json, and transformers 5.17 takes it for the processor's own
+    # (`_merge_kwargs` in `processing_utils.py` reads the tokenizer's `init_kwargs`): prompts would lose their end.
+    for key in _LIMITS:
+        processor.tokenizer.init_kwargs.pop(key, None)
+    if (backend := getattr(processor.tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return processor
+
+
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Within the context standard error is closed: a Rust panic, which becomes an exception here, prints its stack there."""
+    sys.stderr.flush()
+    descriptor, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield
+    finally:
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
