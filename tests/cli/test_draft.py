@@ -77,9 +77,9 @@ def reduced(plain, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def draft(reduced, data, tmp_path_factory):
-    """It gets few of the visual tokens, and a vector of the image."""
+    """It gets the features of visual tokens, and a vector of the image."""
     out = tmp_path_factory.mktemp("draft") / "draft"
-    images = ("--images", "divprune:0.25", "--image-vector", "--block-size", BLOCK)
+    images = ("--images", "all", "--image-vector")
     assert cli.main(list(map(str, ["draft", reduced, "-o", out, "--calib", data, *FEW, *images]))) == 0
     return out
 
@@ -130,7 +130,7 @@ class Trained:
 def test_what_is_written(draft, reduced, capsys):
     facts = json.loads((draft / draft_folder.FACTS).read_text())
     assert facts["target"]["content_sha256"] == identity.model_hash(reduced)
-    assert facts["reduce"]["method"] == "uniform" and facts["images"]["images"]["method"] == "divprune"
+    assert facts["reduce"]["method"] == "uniform" and facts["images"]["images"] == "all"
     assert facts["held_out_kl"]["after"] < facts["held_out_kl"]["before"]
     shares = facts["acceptance"]["by_position"]
     assert 1 >= shares[0] >= shares[1] >= shares[2] and facts["acceptance"]["length"] == 1 + sum(shares)
@@ -143,7 +143,7 @@ def test_what_is_written(draft, reduced, capsys):
 
 @pytest.mark.engine
 def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
-    """Every guess is the one that training's code makes, with M-RoPE, a reducer, and a draft's own few rows of the image; in
+    """Every guess is the one that training's code makes, with M-RoPE, a reducer, and features and a vector of the image; in
     the second engine the image is cut by a step's budget. The last question is the first one again, which finds its image in
     the prefix cache, that others in between found a part of."""
     image = data.parent / "0.png"
@@ -169,9 +169,7 @@ def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
     "flags",
     [
         (),
-        ("--images", "none"),
         ("--images", "all"),
-        ("--images", "coverage:0.25"),
         ("--image-vector",),
         ("--kind", "medusa", "--vocabulary", "50"),
     ],
@@ -185,8 +183,7 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
         source, target = target, tmp_path / "reduced"
         reduce = ("--scheme", "none", "--reduce", "uniform:0.75")
         assert cli.main(["quantize", str(source), "-o", str(target), *reduce]) == 0
-    block = ("--block-size", BLOCK) if flags else ()
-    assert cli.main(list(map(str, ["draft", target, "-o", out, "--calib", data, *FEW, *flags, *block]))) == 0
+    assert cli.main(list(map(str, ["draft", target, "-o", out, "--calib", data, *FEW, *flags]))) == 0
     assert ("note: vLLM serves Medusa heads only up to 0.32" in capsys.readouterr().err) is ("medusa" in flags)
     image = data.parent / "0.png"
     job = {"folder": str(target), "dtype": "float32", "max_tokens": 16, "image": str(image), "block_size": BLOCK}
@@ -292,8 +289,7 @@ def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
     assert code == 2 and "Qwen2VLForConditionalGeneration passes no hidden states" in err
     for flags, message in (
         (("--steps", 0), "--steps is 0"),
-        (("--images", "visionzip:0.5"), "chosen by a method that uses only features"),
-        (("--images", "nothing"), "nothing"),
+        (("--images", "divprune:0.5"), "divprune:0.5"),
         (("--kind", "medusa", "--images", "all"), "reads the target's last hidden state alone"),
         (("--from", draft, "--kind", "medusa"), "--kind is fixed by the draft of --from"),
         (("--from", plain), "is not a draft of vlmcompress"),

@@ -30,7 +30,6 @@ DEFAULTS = {
     "kind": "eagle3",
     "images": "hidden",
     "image_vector": False,
-    "block_size": 16,
 }
 
 
@@ -55,19 +54,13 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--images",
-        metavar="WHAT",
+        choices=("hidden", "all"),
         default=DEFAULTS["images"],
-        help="visual tokens that the draft sees: none, all, or those that METHOD:KEEP chooses, e.g. divprune:0.25; default: "
-        "hidden, as in vLLM without our plugin",
+        help="what the draft sees of visual tokens: hidden states alone, as in vLLM without our plugin (the default), or their "
+        "features, too",
     )
     parser.add_argument(
         "--image-vector", action="store_true", help="add a vector of the images to each of the draft's rows"
-    )
-    parser.add_argument(
-        "--block-size",
-        metavar="N",
-        default=16,
-        help="tokens per block of vLLM's cache; --images drops whole blocks; default: 16, the smallest on GPUs",
     )
     parser.add_argument(
         "--engine",
@@ -102,7 +95,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.base is not None:
         from vlmcompress.export.draft_folder import Draft
 
-        for name in ("kind", "images", "image_vector", "block_size", "vocabulary"):
+        for name in ("kind", "images", "image_vector", "vocabulary"):
             if getattr(args, name) != DEFAULTS[name]:
                 raise UserError(f"--{name.replace('_', '-')} is fixed by the draft of --from; leave it out")
         base = Draft.of(Path(hub.local(args.base)))

@@ -26,6 +26,7 @@ from vlmcompress.engines import Answer, Engine, Request
 from vlmcompress.engines import EngineSettings as EngineSettings
 from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.export.draft_folder import Draft
+from vlmcompress.export.draft_images import DraftImages
 from vlmcompress.export.launch import REGISTRY
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample
@@ -54,11 +55,10 @@ class DraftTraining:
         answer_tokens: most tokens of an answer by the target.
         vocabulary: most distinct tokens that the draft can predict.
         kind: `eagle3` or `medusa`.
-        images: image tokens that the draft sees (`draft_images`).
+        images: what the draft sees of images (`draft_images.ROWS`).
         image_vector: whether a vector of the image is added to each row.
-        block_size: tokens per block of vLLM's KV cache when the draft is served.
 
-    When training starts from a draft, the last five are those of that draft.
+    When training starts from a draft, the last four are those of that draft.
     """
 
     steps: int = 1000
@@ -70,11 +70,10 @@ class DraftTraining:
     kind: Literal["eagle3", "medusa"] = "eagle3"
     images: str = "hidden"
     image_vector: bool = False
-    block_size: int = draft_images.BLOCK
 
     def __post_init__(self) -> None:
-        check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary", "block_size")
-        if self.kind == "medusa" and not draft_images.parse_images(self.images, self.image_vector).plain:
+        check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary")
+        if self.kind == "medusa" and not DraftImages(self.images, self.image_vector).plain:
             raise UserError(
                 "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
             )
@@ -106,9 +105,7 @@ def draft(
         UserError: bad input, a target that vLLM cannot speculate on, or training without improvement; nothing is written then.
     """
     out = recipe.output
-    images = (
-        base.images if base else draft_images.parse_images(training.images, training.image_vector, training.block_size)
-    )
+    images = base.images if base else DraftImages(training.images, training.image_vector)
     draft_folder.check_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")

@@ -91,7 +91,7 @@ class DraftData:
 
     Args:
         kind: `eagle3` or `medusa`.
-        images: image tokens that the draft sees.
+        images: what the draft sees of images.
         vocabulary: ids `[n]` of the tokens that it can predict, ascending; or their largest number, to choose them from
             answers.
     """
@@ -202,7 +202,7 @@ class DraftData:
 
     def _context(self, ids: Tensor, modality: Tensor) -> dict[str, Any]:
         """The rows of the draft's context for the sample that the target has just run (see `DraftSample`)."""
-        embeds = embedding(ids, self.table).float()[1:]
+        embeds = embedding(ids, self.table).float()[1:].clone()
         taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
         images = runs(modality == VISION)
         if self.reducer and self.target.spec.images.positions == "1d":
@@ -211,19 +211,10 @@ class DraftData:
         if self.images.plain:
             return {"embeds": embeds, "taps": taps, "positions": positions}
         features = [self.taps.embeds[0, start:end].float() for start, end in images]
-        parts, done = [], 0
-        for (start, end), rows in zip(images, features, strict=True):
-            parts.append((embeds[done:start], taps[done:start], positions[done:start]))
-            if self.images.rows == "hidden":
-                parts.append((embeds[start:end], taps[start:end], positions[start:end]))
-            elif left := end - start - self.images.dropped_blocks(start, end, self.images.block) * self.images.block:
-                reduction = self.images.reduction(rows, left)
-                reduced, states = reduction.apply(rows), reduction.apply(taps[start:end])
-                parts.append((reduced, states, positions[start:end][reduction.anchor]))
-            done = end
-        parts.append((embeds[done:], taps[done:], positions[done:]))
-        names = ("embeds", "taps", "positions")
-        context = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+        if self.images.rows == "all":
+            for (start, end), rows in zip(images, features, strict=True):
+                embeds[start:end] = rows
+        context = {"embeds": embeds, "taps": taps, "positions": positions}
         if self.images.vector:
             zero = embeds.new_zeros(embeds.shape[1])
             context["image"] = mean_feature(torch.cat(features)) if features else zero

@@ -22,7 +22,6 @@ FLAG = "--speculative-config"
 _FLAGS = (FLAG, "-sc")
 _ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
 _DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
-LEAST_BLOCK = 32  # smallest block size of the CPU build
 MEDUSA_ENDS = (0, 33)  # first version of vLLM without Medusa
 
 
@@ -80,20 +79,8 @@ def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
 
 
 def speculative_flags(model: Path, text: str) -> list[str]:
-    """The flags of `vllm serve` for the JSON of `--speculative-config`, checked.
-
-    vLLM's CPU build has blocks of 128 tokens by default; most images do not contain a whole block that a draft could leave
-    out.
-    """
-    from vlmcompress.export import draft_folder  # which brings torch along
-
-    config = read_speculative_config(model, text)
-    folder = Path(config.get("model") or "")
-    if config.get("method") == "eagle3" and (folder / draft_folder.FACTS).is_file() and installed().cpu:
-        images = draft_folder.Draft.of(folder).images
-        if not images.plain:
-            return [FLAG, json.dumps(config), "--block-size", str(max(images.block, LEAST_BLOCK))]
-    return [FLAG, json.dumps(config)]
+    """The flags of `vllm serve` for the JSON of `--speculative-config`, checked."""
+    return [FLAG, json.dumps(read_speculative_config(model, text))]
 
 
 def _folder(method: str, model: Any) -> str:

@@ -485,8 +485,8 @@ PARTS: dict[str, list[Reach]] = {
             *(
                 f"EagleProposer.{name}"
                 for name in (
-                    *("input_ids", "hidden_states", "positions", "inputs_embeds", "block_size", "max_num_tokens"),
-                    *("uses_mrope", "draft_model_config", "max_model_len", "hidden_size"),
+                    *("input_ids", "hidden_states", "inputs_embeds", "uses_mrope", "draft_model_config"),
+                    *("max_model_len", "hidden_size"),
                 )
             ),
             ours=(
@@ -499,16 +499,9 @@ PARTS: dict[str, list[Reach]] = {
         ),
         *_reaches(
             "v1.attention.backend",
-            "attention reads lists of blocks without those that are left out",
-            "CommonAttentionMetadata.replace()",
-            *(
-                f"CommonAttentionMetadata.{name}"
-                for name in (
-                    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "slot_mapping"),
-                    *("num_actual_tokens", "max_query_len", "block_table_tensor"),
-                    *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
-                )
-            ),
+            "which rows of a step are of which request, and where its next key goes",
+            "CommonAttentionMetadata.query_start_loc_cpu",
+            "CommonAttentionMetadata.seq_lens",
         ),
         *_reaches(
             f"{_MODELS}.llama_eagle3",

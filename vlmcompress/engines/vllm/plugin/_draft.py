@@ -13,19 +13,9 @@ reads as the last keys were never written (vllm #54498). Here the slot is the on
 **Chunked prompts.** If a step ends within a prompt, its last row needs the embedding of the next prompt token. vLLM always
 uses the prompt's last token (`prepare_next_token_ids_padded`).
 
-**Images** (`export.draft_images`). The draft's keys are in the same blocks as the target's, so leaving out tokens takes
-different block tables, not different blocks. For an image in tokens `[start, end)` with n rows, of which m blocks' worth are
-dropped,
-
-    blocks of the cache       |  text   im|age     |  gone      |  gone      |age    text|
-    rows of the draft         |  text   k0|k1 .. k9|                         |k10    text|
-
-the dropped blocks lie within the image, so the content of all others depends only on the prompt up to their ends, as the
-prefix cache requires; text stays in place. The remaining rows are written once the target has seen the whole image. Attention
-reads the block table without the dropped blocks, and the sequence is shorter by their tokens. If only the beginning of an
-image was in the prefix cache, the rows in its cached blocks already exist, and hidden states of those tokens are missing for
-later rows: zeros are used. If the step that completes an image has no room for all its rows next to the text (which takes up
-the step's budget), the first ones are not written. The draft's guesses are then worse; answers do not change.
+**Images** (`export.draft_images`). With `all` each row of an image gets the image's feature in place of the embedding of
+the next token, with the hidden state of the same token, as in training. The vector of a request's images so far is added to
+each of its rows; those of images in the prefix cache are kept from when they were encoded.
 """
 
 from __future__ import annotations

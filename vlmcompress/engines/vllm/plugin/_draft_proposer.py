@@ -1,13 +1,12 @@
-"""vLLM's proposer of EAGLE drafts, with fixed slots and prompts, and with a draft's own rows for images (`_draft`)."""
+"""vLLM's proposer of EAGLE drafts, with fixed slots and prompts, and with images as a draft sees them (`_draft`)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -35,49 +34,6 @@ def prompt_images(features: Sequence[Any]) -> list[PromptImage]:
     return sorted(images, key=lambda image: image.start)
 
 
-@dataclass
-class Rows:
-    """Rows of an image: embeddings and hidden states `[k, d]`, positions, and the token of the sequence at which each is
-    stored."""
-
-    embeds: Tensor
-    hidden: Tensor
-    positions: Tensor
-    places: Tensor
-
-    def last(self, count: int) -> Rows:
-        """The last `count` rows; keys of earlier ones in the cache do not change."""
-        cut = len(self.embeds) - count
-        return Rows(*(value[cut:] for value in (self.embeds, self.hidden, self.positions, self.places)))
-
-
-@dataclass
-class Part:
-    """A request's part of a step.
-
-    Attributes:
-        pieces: ranges of the target's rows in this step and rows of images, in order.
-        short: number of tokens by which the sequence is shorter for the draft.
-        dropped_blocks: blocks of the cache that the draft does not read, as first and number.
-    """
-
-    pieces: list[range | Rows] = field(default_factory=list)
-    short: int = 0
-    dropped_blocks: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class Unfinished:
-    """The target's results so far for an image of n tokens: hidden states `[n, d]` and positions `[n]`, zero if missing.
-
-    `first` is the first computed token: earlier ones are in the prefix cache.
-    """
-
-    states: Tensor
-    positions: Tensor
-    first: int
-
-
 class Proposer(EagleProposer):
     """The proposer; see `_draft`."""
 
@@ -88,11 +44,9 @@ class Proposer(EagleProposer):
         config = self.draft_model_config.hf_config
         sees_images = draft_images.ARCHITECTURE in (getattr(config, "architectures", None) or ())
         self.images = draft_images.read_draft_images(vars(config) if sees_images else {})
-        self._unfinished: dict[tuple[str, int], Unfinished] = {}  # (request id, image's first token) -> state
         # an image's key -> its vector, number of tokens
         self._vectors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()
-        self._lists: tuple[Any, Tensor] = None, torch.empty(0)
-        self._images_rows: list[tuple[int, Rows]] = []  # images of this step, with the row at which each begins
+        self._image_rows: list[tuple[slice, Tensor]] = []  # rows of images in this step, with their features
         self._owners: Tensor = torch.empty(0)  # index of the request of each row of this step
 
     def set_inputs_first_pass(
@@ -105,9 +59,9 @@ class Proposer(EagleProposer):
         cad: CommonAttentionMetadata,
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        """Fill the buffers as vLLM does, then replace images' rows by the draft's own."""
+        """Fill the buffers as vLLM does, and note which rows are of images."""
         # vllm/v1/spec_decode/llm_base_proposer.py::SpecDecodeBaseProposer.set_inputs_first_pass shifts ids by one and fills
-        # `input_ids`, `positions` and `hidden_states`, which are rearranged below.
+        # `input_ids`, `positions` and `hidden_states`.
         count, sampled, cad = super().set_inputs_first_pass(
             target_token_ids=target_token_ids,
             next_token_ids=next_token_ids,
@@ -122,10 +76,8 @@ class Proposer(EagleProposer):
         self._continue_prompts(names, starts)
         if self.images.plain:
             return count, sampled, cad
-        parts = [self._part(name, starts[n], starts[n + 1], cad, n) for n, name in enumerate(names)]
-        self._images_rows = []
-        if any(part.short or len(part.pieces) != 1 or isinstance(part.pieces[0], Rows) for part in parts):
-            count, sampled, cad = self._laid_out(parts, starts, sampled, cad)
+        parts = zip(names, starts[:-1], starts[1:], strict=True)
+        self._image_rows = [piece for name, first, stop in parts for piece in self._pieces(name, first, stop)]
         if self.images.vector:
             lengths = cad.query_start_loc_cpu.diff()
             self._owners = torch.repeat_interleave(torch.arange(len(names)), lengths).to(self.device)
@@ -143,81 +95,19 @@ class Proposer(EagleProposer):
             if end < request.num_prompt_tokens:
                 self.input_ids[stop - 1] = request.get_token_id(end)
 
-    def _part(self, name: str, first: int, stop: int, cad: CommonAttentionMetadata, number: int) -> Part:
-        """The part of request `number` in this step, whose target rows are `[first, stop)`."""
+    def _pieces(self, name: str, first: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of images among a request's rows `[first, stop)` of this step, with the features that they show."""
         request = self.runner.requests[name]
-        begin = at = request.num_computed_tokens
-        end, part = begin + stop - first, Part()
+        begin = request.num_computed_tokens
         for image in prompt_images(request.mm_features):
-            if image.start >= end:
-                break
-            dropped = self.images.dropped_blocks(image.start, image.end, self.block_size)
-            if image.end <= begin:
-                part.short += dropped * self.block_size
-                part.dropped_blocks += [(image.end // self.block_size - dropped, dropped)] if dropped else []
+            start, end = max(image.start, begin), min(image.end, begin + stop - first)
+            if start >= end:
                 continue
-            inside = range(max(image.start, begin), min(image.end, end))
             if self.images.vector:
                 self._note_vector(image)  # the whole image is encoded, even if this step ends within it
-            if self.images.rows == "hidden":
-                continue
-            if image.start > at:
-                part.pieces.append(range(first + at - begin, first + image.start - begin))
-            rows = range(first + inside.start - begin, first + inside.stop - begin)
-            if not dropped:
-                part.pieces.append(self._whole(image, inside, rows))
-            elif image.end <= end:
-                part.pieces.append(self._reduced(name, image, inside, rows, dropped))
-                part.short += dropped * self.block_size
-                part.dropped_blocks.append((image.end // self.block_size - dropped, dropped))
-            else:
-                self._note(name, image, inside, rows)
-                part.short += end - image.start
-            at = inside.stop
-        if at < end:
-            part.pieces.append(range(first + at - begin, stop))
-        if not part.pieces:  # the step ends within an image: an unused row
-            part.pieces.append(range(stop - 1, stop))
-            part.short -= 1
-        return part
-
-    def _whole(self, image: PromptImage, inside: range, rows: range) -> Rows:
-        """All rows of an image in this step, at their original places."""
-        features = self._features(image)[inside.start - image.start : inside.stop - image.start]
-        window = slice(rows.start, rows.stop)
-        places = torch.arange(inside.start, inside.stop)
-        return Rows(
-            features, self.hidden_states[window].clone(), self._get_positions(rows.stop)[..., window].clone(), places
-        )
-
-    def _note(self, name: str, image: PromptImage, inside: range, rows: range) -> Unfinished:
-        """Store this step's results of an image whose rows are written once it is complete; returns the results so far."""
-        key, count = (name, image.start), image.end - image.start
-        if key not in self._unfinished:
-            alive = self.runner.requests
-            self._unfinished = {other: value for other, value in self._unfinished.items() if other[0] in alive}
-            states, positions = self.hidden_states.new_zeros(count, self.hidden_size), self.positions.new_zeros(count)
-            self._unfinished[key] = Unfinished(states, positions, inside.start)
-        noted = self._unfinished[key]
-        window, part = slice(rows.start, rows.stop), slice(inside.start - image.start, inside.stop - image.start)
-        noted.states[part], noted.positions[part] = self.hidden_states[window], self.positions[window]
-        noted.first = min(noted.first, inside.start)
-        return noted
-
-    def _reduced(self, name: str, image: PromptImage, inside: range, rows: range, dropped: int) -> Rows:
-        """The remaining rows of an image that this step completes, without those in the prefix cache."""
-        noted = self._note(name, image, inside, rows)
-        del self._unfinished[name, image.start]
-        features, block = self._features(image), self.block_size
-        left = len(features) - dropped * block
-        if not left:
-            return Rows(features[:0], noted.states[:0], noted.positions[:0], torch.arange(0))
-        reduction = self.images.reduction(features, left)
-        places = torch.arange(image.start, image.start + left)
-        places[places >= (image.end // block - dropped) * block] += dropped * block
-        positions = noted.positions[reduction.anchor]
-        every = Rows(reduction.apply(features), reduction.apply(noted.states), positions, places)
-        return every.last(int((places >= noted.first).sum()))
+            if self.images.rows == "all":
+                features = self._features(image)[start - image.start : end - image.start]
+                yield slice(first + start - begin, first + end - begin), features
 
     def _features(self, image: PromptImage) -> Tensor:
         """The rows `[n, hidden]` that the target's decoder got, without further channels of the encoder's output."""
@@ -228,84 +118,16 @@ class Proposer(EagleProposer):
             return self.hidden_states.new_zeros(image.end - image.start, self.hidden_size)
         return encoded[:, : self.hidden_size].to(self.dtype)
 
-    def _laid_out(
-        self, parts: Sequence[Part], starts: Sequence[int], sampled: Tensor, cad: CommonAttentionMetadata
-    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        """Put the rows of all parts into the buffers; returns their number, the rows to sample from, and the metadata."""
-        spare = self.max_num_tokens - sum(len(p) for part in parts for p in part.pieces if isinstance(p, range))
-        source, target, ends, slots, total = list[int](), list[int](), [0], list[Tensor](), 0
-        for number, part in enumerate(parts):
-            for piece in part.pieces:
-                if isinstance(piece, range):
-                    source += piece
-                    target += range(total, total + len(piece))
-                    total += len(piece)
-                    continue
-                piece = piece.last(min(len(piece.embeds), spare))  # rows without room in this step are not written
-                spare -= len(piece.embeds)
-                self._images_rows.append((total, piece))
-                blocks, places = cad.block_table_tensor[number], piece.places.to(self.device)
-                slots.append(blocks[places // self.block_size] * self.block_size + places % self.block_size)
-                total += len(piece.embeds)
-            ends.append(total)
-        source_rows, put = torch.tensor(source).to(self.device), torch.tensor(target).to(self.device)
-        # Slots in the cache: text rows keep theirs, those of image rows are computed from their places.
-        slot_mapping = cad.slot_mapping.new_empty(total)
-        slot_mapping[put] = cad.slot_mapping[source_rows]
-        ids, positions, hidden = (
-            self.input_ids[source_rows],
-            self.positions[source_rows],
-            self.hidden_states[source_rows],
-        )
-        self.input_ids[:total] = 0
-        self.input_ids[put], self.positions[put], self.hidden_states[put] = ids, positions, hidden
-        for (begin, rows), own_slots in zip(self._images_rows, slots, strict=True):
-            window = slice(begin, begin + len(rows.embeds))
-            self.positions[window], self.hidden_states[window] = rows.positions, rows.hidden
-            slot_mapping[window] = own_slots
-        loc = torch.tensor(ends, dtype=cad.query_start_loc_cpu.dtype)
-        # Each request's last row moves by the number of rows added to or removed from it and earlier requests.
-        moved = torch.tensor([after - before for after, before in zip(ends[1:], starts[1:], strict=True)])
-        short = torch.tensor([part.short for part in parts], dtype=torch.int32)
-        upper = cad.seq_lens_cpu_upper_bound
-        changed = cad.replace(
-            query_start_loc=loc.to(self.device),
-            query_start_loc_cpu=loc,
-            # The draft's sequence is shorter by the dropped image tokens.
-            seq_lens=cad.seq_lens - short.to(self.device),
-            seq_lens_cpu_upper_bound=None if upper is None else upper - short,
-            num_actual_tokens=total,
-            max_query_len=int(loc.diff().max()),
-            block_table_tensor=self._listed(parts, cad.block_table_tensor),
-            slot_mapping=slot_mapping,
-            # vllm/v1/attention/backend.py::CommonAttentionMetadata computes these from the fields above on first access.
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
-        )
-        return total, sampled + moved.to(sampled), changed
-
-    def _listed(self, parts: Sequence[Part], blocks: Tensor) -> Tensor:
-        """The block tables `[requests, n]` without dropped blocks."""
-        key = blocks.shape, tuple(tuple(part.dropped_blocks) for part in parts)
-        if self._lists[0] != key:
-            columns = np.tile(np.arange(blocks.shape[1]), (len(parts), 1))
-            for row, part in zip(columns, parts, strict=True):
-                kept = np.delete(row, [first + n for first, count in part.dropped_blocks for n in range(count)])
-                row[: len(kept)] = kept
-            self._lists = key, torch.from_numpy(columns).to(self.device)
-        # A new tensor: the runner's own block table belongs to the target.
-        return blocks.gather(1, self._lists[1])
-
     def build_model_inputs_first_pass(
         self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: Any
     ) -> tuple[dict[str, Any], int]:
-        """vLLM's inputs with the images' rows and vectors inserted."""
+        """vLLM's inputs with the images' features and vectors."""
         if self.images.plain:
             return super().build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)
         image = self._set_image(None)
         inputs, size = super().build_model_inputs_first_pass(num_tokens, num_input_tokens, None)
-        for begin, rows in self._images_rows:
-            self.inputs_embeds[begin : begin + len(rows.embeds)] = rows.embeds
+        for rows, features in self._image_rows:
+            self.inputs_embeds[rows] = features
         if image is not None:
             self.inputs_embeds[:num_tokens] += image[self._owners]
             self._set_image(image)
