@@ -266,6 +266,11 @@ def test_a_language_model_alone(checkpoint, tmp_path):
         UserError, match=r"no vision tower \(none of the \d+ tensors model.visual.\*\): it is the language"
     ):
         models.Source.of(folder)
+    folder = Path(shutil.copytree(checkpoint("llava"), tmp_path / "llava"))  # with the names that a language model has
+    inside = "language_model."
+    edit(folder, lambda ts: {name.removeprefix(inside): t for name, t in ts.items() if name.startswith(inside)})
+    with pytest.raises(UserError, match="holds a language model alone .first '.*, and config.json is of Llava"):
+        models.Source.of(folder)
 
 
 def test_a_tied_head_may_be_stored_twice(folder):

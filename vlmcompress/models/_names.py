@@ -34,6 +34,7 @@ _WRAPPERS = {
 """Prefix that training libraries add to all names -> these libraries."""
 _COMFY_UI = frozenset({"scale_weight", "scale_input", "scaled_fp8"})
 _DECODER = re.compile(r"(model|transformer|language_model)\.(layers|h|blocks|embed_tokens|wte)\.")
+_SEEING = re.compile("visi|visual|image|patch")
 _TOWERS = ("model.visual.", "model.vision_tower.", "model.vision_model.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NESTED, _NESTED_TOWER = re.compile(r"^model\.(language_model\.){2,}"), re.compile(r"^model\.language_model\.visual\.")
@@ -122,7 +123,8 @@ def _why_missing(model: PreTrainedModel, missing: Sequence[str], unused: Collect
     """
     if unused:
         example = f"first '{min(unused)}'"
-        if any(_DECODER.match(name) for name in unused):
+        blind = any(name.startswith(_TOWERS) for name in missing) and not any(map(_SEEING.search, unused))
+        if blind and any(map(_DECODER.match, unused)):
             return (
                 f"checkpoint holds a language model alone ({example}), and config.json is of {type(model).__name__}; give the "
                 "whole vision-language model (llm-compressor quantizes language models)"
