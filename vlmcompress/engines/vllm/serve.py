@@ -278,7 +278,7 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
         return None
     try:
         carried = reducer_block.read_reducer(config)
-        reason = carried and support.engine_refusal(names[0], carried.reducer)
+        reason = carried and support.engine_problem(names[0], carried.reducer)
     except UserError as error:
         reason = str(error)
     if reason:

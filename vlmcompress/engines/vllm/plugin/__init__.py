@@ -41,11 +41,11 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from vlmcompress.engines.vllm.plugin import _draft, _fixes
-    from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
+    from vlmcompress.engines.vllm.plugin._loading import Loading, problem
 
     for family in SERVED_FAMILIES.names():
         original = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
-        name, reason = PREFIX + original, refusal(family)
+        name, reason = PREFIX + original, problem(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
         # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class named by a string only when it
         # is needed.
