@@ -39,7 +39,7 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import Attachment
 from vlmcompress.reduction.hooks import attach as _attach
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
@@ -148,7 +148,7 @@ def evaluate(
                 f"--reduce attaches to transformers models, not in {other}; add --engine hf, or quantize --reduce"
             )
         family = models.spec_for(models.read_config(hub.local(candidate, weights="none")))
-        if reason := family_refusal(family, chosen.method):
+        if reason := family_problem(family, chosen.method):
             raise UserError(f"--reduce {chosen}: {reason}")
         tested: Engine = dataclasses.replace(TRANSFORMERS, name=f"hf, {chosen}", reduce=str(chosen))
     else:

@@ -44,7 +44,7 @@ from vlmcompress.models.data import Sample, bundled_data, encode, load_samples
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import ReducerChoice, make_choice
 from vlmcompress.reduction.hooks.learning import learn_thresholds
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "reducers.json"
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace) -> None:
                 vlm = models.load(MODELS[model])
                 questions = reduced_answers.prepare(vlm, samples(model, args.split, args.per_family))
                 askers[model] = Asker(vlm, questions)
-            if setting.chosen and family_refusal(askers[model].vlm.spec, setting.chosen.method):
+            if setting.chosen and family_problem(askers[model].vlm.spec, setting.chosen.method):
                 continue
             if setting.group == "vscan" and setting.chosen.reducer.shallow != VSCAN.get(model, 1):
                 continue

@@ -323,7 +323,7 @@ def test_a_target_with_one_scheme_names_it_once(capfd):
 def test_list_reducers_says_what_their_modules_say(capfd):
     from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.methods import REGISTRY
-    from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
+    from vlmcompress.reduction.support import SERVED_FAMILIES, engine_problem
 
     assert cli.main(["list", "reducers", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)["reducers"]
@@ -337,7 +337,7 @@ def test_list_reducers_says_what_their_modules_say(capfd):
         assert entry["why_not"] == getattr(module, "WHY_NOT", None) and (entry["served"] or entry["why_not"])
         assert bool(entry["vllm"]) == entry["served"]
         for family in SERVED_FAMILIES.names():
-            reason = engine_refusal(SERVED_FAMILIES.constant(family, "ARCHITECTURE"), parse_reducer(entry["name"]))
+            reason = engine_problem(SERVED_FAMILIES.constant(family, "ARCHITECTURE"), parse_reducer(entry["name"]))
             assert (reason is None) == (family in entry["vllm"])
     assert cli.main(["list", "reducers"]) == 0
     text = " ".join(capfd.readouterr().out.split())

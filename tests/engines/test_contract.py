@@ -13,7 +13,7 @@ from tests.kit import lane
 from tests.kit.places import ROOT
 from tests.kit.vllm_source import edited, package
 from vlmcompress.engines.vllm.plugin import _contract
-from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, faults
+from vlmcompress.engines.vllm.plugin._contract import PARTS, Reach, problems
 from vlmcompress.engines.vllm.plugin._source import Source
 from vlmcompress.reduction.support import SERVED_FAMILIES
 
@@ -28,7 +28,7 @@ TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
     """The one that is installed, and the other one that is supported."""
     place = folder()
-    assert {part: lines for part in PARTS if (lines := faults(part, place))} == {}
+    assert {part: lines for part in PARTS if (lines := problems(part, place))} == {}
 
 
 @pytest.mark.parametrize("folder", [package, lane.package])
@@ -133,7 +133,7 @@ WHY = "names of images in caches say which reducer made them, and which image st
 )
 def test_a_break_names_itself(file: str, before: str, after: str, part: str, said: str, tmp_path: Path) -> None:
     """A method that is gone or called otherwise, an attribute under another name, a parameter more, also in a parent class."""
-    assert faults(part, edited(tmp_path / "vllm", file, before, after))[0] == said
+    assert problems(part, edited(tmp_path / "vllm", file, before, after))[0] == said
 
 
 def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
     folder = edited(
         tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", longer
     )
-    assert faults("", folder) == []
+    assert problems("", folder) == []
 
 
 def test_imports_and_parents_are_followed(tmp_path: Path) -> None:
@@ -156,11 +156,11 @@ def test_imports_and_parents_are_followed(tmp_path: Path) -> None:
     source = Source(tmp_path)
     for what in ("Grown(a, b)", "Grown.c", "Grown.d", "Grown.do(x, z, w)", "nn", "nn.Module"):
         expected = "inner.nn.Module is gone (w)" if what == "nn.Module" else None
-        assert Reach("inner", what, "w").fault(source) == expected
-    assert Reach("inner.a", "late", "w").fault(source) is None
-    assert Reach("inner", "Grown.do(x)", "w").fault(source) == "inner.Grown.do takes 'z', which is new (w)"
-    assert Reach("inner", "Grown.c(x)", "w").fault(source) == "inner.Grown.c is no function (w)"
-    assert Reach("gone", "Anything", "w").fault(source) == "gone.Anything is gone (w)"
+        assert Reach("inner", what, "w").problem(source) == expected
+    assert Reach("inner.a", "late", "w").problem(source) is None
+    assert Reach("inner", "Grown.do(x)", "w").problem(source) == "inner.Grown.do takes 'z', which is new (w)"
+    assert Reach("inner", "Grown.c(x)", "w").problem(source) == "inner.Grown.c is no function (w)"
+    assert Reach("gone", "Anything", "w").problem(source) == "gone.Anything is gone (w)"
 
 
 @pytest.mark.parametrize(

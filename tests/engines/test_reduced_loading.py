@@ -29,7 +29,7 @@ from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import REGISTRY, TokenCounter
 from vlmcompress.reduction.scorer_file import CARRIED
-from vlmcompress.reduction.support import SERVED_FAMILIES, engine_refusal
+from vlmcompress.reduction.support import SERVED_FAMILIES, engine_problem
 from vlmcompress.utils.errors import UserError
 
 PLAIN = json.loads((DEMO_LLAVA / "config.json").read_text())
@@ -97,23 +97,23 @@ def test_a_config_without_a_reducer_is_refused():
 @pytest.mark.parametrize("family", SERVED_FAMILIES.names())
 def test_every_family_serves_the_baselines_and_no_method_within_the_language_model(family):
     architecture = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
-    served = {name for name in REGISTRY.names() if engine_refusal(architecture, parse_reducer(name)) is None}
+    served = {name for name in REGISTRY.names() if engine_problem(architecture, parse_reducer(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
     assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
-    assert engine_refusal(support.PREFIX + architecture, parse_reducer("dart:0.5")) is None
+    assert engine_problem(support.PREFIX + architecture, parse_reducer("dart:0.5")) is None
 
 
 def test_counts_that_depend_on_the_image_need_a_place_for_them():
     merging = parse_reducer("dymu:thresholds=[0.9, 0.9]")
     for counted in ("Llava", "Idefics3", "SmolVLM", "InternVL"):
-        assert engine_refusal(f"{counted}ForConditionalGeneration", merging) is None
-    assert "counts that depend on the image" in (engine_refusal("LlavaNextForConditionalGeneration", merging) or "")
+        assert engine_problem(f"{counted}ForConditionalGeneration", merging) is None
+    assert "counts that depend on the image" in (engine_problem("LlavaNextForConditionalGeneration", merging) or "")
 
 
 def test_choosing_among_images_needs_encoders_of_whole_images():
     served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
     assert {name.replace("-", "_") for name in support.served("litevlm")} == served
-    reason = engine_refusal("LlavaNextForConditionalGeneration", parse_reducer("litevlm")) or ""
+    reason = engine_problem("LlavaNextForConditionalGeneration", parse_reducer("litevlm")) or ""
     assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
     assert "\n" not in reason
 
@@ -126,7 +126,7 @@ def test_families_have_specs():
 
 def test_a_family_that_is_not_served_names_those_that_are():
     assert "LlavaForConditionalGeneration" in (
-        engine_refusal("Gemma3ForConditionalGeneration", parse_reducer("dart:0.5")) or ""
+        engine_problem("Gemma3ForConditionalGeneration", parse_reducer("dart:0.5")) or ""
     )
 
 

@@ -44,7 +44,7 @@ SERVED = [
     (family, reducer)
     for family, name in ARCHITECTURES.items()
     for reducer in REDUCERS
-    if support.engine_refusal(name, parse_reducer(reducer)) is None
+    if support.engine_problem(name, parse_reducer(reducer)) is None
 ]
 FEW = [
     ("llava", "visionzip:0.5", "fp8"),

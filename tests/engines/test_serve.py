@@ -189,6 +189,7 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
     [
         ({"schema": 99}, None, "this vlmcompress reads up to 1; upgrade it"),
         ({"reduce": {"method": "fastv", "keep": 0.5}}, None, "vLLM cannot serve 'fastv'"),
+        ({"reduce": {"method": "learned", "scorer": "/etc/passwd"}}, None, "reduce.scorer is '/etc/passwd', should be"),
         ({}, "", "needs vLLM's plugin 'vlmcompress'"),
     ],
 )

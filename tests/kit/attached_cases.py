@@ -10,12 +10,12 @@ import torch
 from vlmcompress.models import all_specs
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 
 # A mixture of experts is reduced as its dense model: a few of `CASES` are enough.
 DENSE = [spec for spec in all_specs() if spec.images.grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
-INSIDE = [spec.family for spec in DENSE if family_refusal(spec, "fastv") is None]  # methods within the language model
+INSIDE = [spec.family for spec in DENSE if family_problem(spec, "fastv") is None]  # methods within the language model
 APART = ("litevlm", "learned", "evs")  # chooses among images; has to be trained; looks at videos
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).keep is not None and name not in APART]
 FEW = ("random", "fastv")
@@ -23,7 +23,7 @@ CASES = [
     (spec.family, method)
     for spec in all_specs()
     for method in (FEW if spec.experts else SHARES)
-    if family_refusal(spec, method) is None
+    if family_problem(spec, method) is None
 ]
 WAYS = ("random", "relevance", "vscan", "fastv", "dart-llm")  # a method of each way of applying
 

@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.quantization.plan.prompt_cost import too_small
     from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.hooks.picture import Counts, decide, sheet
-    from vlmcompress.reduction.support import family_refusal
+    from vlmcompress.reduction.support import family_problem
     from vlmcompress.utils.folders import save_files
 
     reducers = [parse_reducer(text) for text in args.reduce]
     model = hub.local(args.model)
     family = spec_for(read_config(model))
     for reducer in reducers:
-        if reason := family_refusal(family, reducer.method):
+        if reason := family_problem(family, reducer.method):
             raise UserError(f"--reduce {reducer}: {reason}")
         if "query" in reducer.reducer.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {reducer}: '{reducer.method}' is query-aware; add --question")

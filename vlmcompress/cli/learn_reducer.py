@@ -75,7 +75,7 @@ def _thresholds(args: argparse.Namespace) -> Outcome:
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
     _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "thresholds are learned from images")
     recipe = resolve(values | {"scheme": "none"}).recipe
-    if reason := support.family_refusal(models.spec_for(models.read_config(recipe.model)), reducer.method):
+    if reason := support.family_problem(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     support.check_reducer(vlm, reducer)

@@ -63,9 +63,9 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
     if block is None and not marked:
         return None
     if not isinstance(block, Mapping):
-        fault = "is missing" if block is None else "is no mapping"
+        problem = "is missing" if block is None else "is no mapping"
         raise UserError(
-            f"{_WHERE} {fault}, which {marked[0] if marked else 'a reduced checkpoint'} needs; export it again"
+            f"{_WHERE} {problem}, which {marked[0] if marked else 'a reduced checkpoint'} needs; export it again"
         )
     if len(marked) != len(names) or not marked:
         raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")

@@ -1,7 +1,7 @@
 """Which reducers work with which models and engines.
 
 `check_reducer` combines three checks, which vLLM's plugin and messages also call one by one: of the model's family
-(`family_refusal`), of its config (`check_config`, which includes the family's), and of the engine (`engine_refusal`). The last
+(`family_problem`), of its config (`check_config`, which includes the family's), and of the engine (`engine_problem`). The last
 reads literals from the files of methods and families and needs neither torch nor vLLM.
 """
 
@@ -38,18 +38,18 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
         engine: `vllm`, or `transformers`.
         files: whether to read the reducer's file of thresholds and check that it belongs to this model.
     """
-    if files and isinstance(reducer.reducer.thresholds, str) and family_refusal(vlm.spec, reducer.method) is None:
+    if files and isinstance(reducer.reducer.thresholds, str) and family_problem(vlm.spec, reducer.method) is None:
         from vlmcompress.reduction import threshold_file
 
         reducer = threshold_file.load_thresholds(vlm, reducer)
     check_config(vlm.spec, vlm.model.config, reducer)
     if engine == "vllm":
         for architecture in vlm.model.config.architectures or []:
-            if reason := engine_refusal(architecture, reducer):
+            if reason := engine_problem(architecture, reducer):
                 raise UserError(reason)
 
 
-def family_refusal(spec: ModelSpec, method: str) -> str | None:
+def family_problem(spec: ModelSpec, method: str) -> str | None:
     """The reason why `method` cannot be attached to this family's models, in one line; None if it can. UserError for an
     unknown method."""
     reducer = REDUCERS.outline(method)
@@ -100,7 +100,7 @@ def chooses_images(reducer: Reducer) -> bool:
 def check_config(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
     """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
     tower = config.vision_config.model_type
-    if reason := family_refusal(spec, chosen.method) or dict(spec.tower.unreduced).get(tower):
+    if reason := family_problem(spec, chosen.method) or dict(spec.tower.unreduced).get(tower):
         raise UserError(reason)
     reducer = chosen.reducer
     blocks = config.get_text_config().num_hidden_layers
@@ -181,7 +181,7 @@ def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> 
         )
 
 
-def engine_refusal(architecture: str, reducer: ReducerChoice) -> str | None:
+def engine_problem(architecture: str, reducer: ReducerChoice) -> str | None:
     """Why vLLM cannot serve a model of `architecture` with `reducer`, in one line; None if it can.
 
     Needs no vLLM. `architecture` is the name in config.json, of the model or of its reduced form.

@@ -28,7 +28,7 @@ from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import gated
 from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.training import distillation, teacher_cache
 from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
@@ -103,7 +103,7 @@ def learn_reducer(
         UserError: bad input, or no improvement; nothing is written then.
     """
     out = recipe.output
-    claim = locked_output(out, functools.partial(_refuse, recipe, out, overwrite), restart=restart)
+    claim = locked_output(out, functools.partial(_check_output, recipe, out, overwrite), restart=restart)
     with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
@@ -277,7 +277,7 @@ def _chosen_by(name: str, keep: float) -> Gate:
     return gate
 
 
-def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
+def _check_output(recipe: Recipe, out: Path, overwrite: bool) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"{out} has to be a scorer's file; give it a name that ends in .safetensors")
     folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
@@ -287,5 +287,5 @@ def _refuse(recipe: Recipe, out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} exists already; choose another name, or add --overwrite")
     if out.exists() and not scorer_file.is_scorer(out):
         raise UserError(f"{out} is not a scorer, so it is not overwritten; choose another name")
-    if reason := family_refusal(models.spec_for(models.read_config(recipe.model)), "learned"):
+    if reason := family_problem(models.spec_for(models.read_config(recipe.model)), "learned"):
         raise UserError(reason)

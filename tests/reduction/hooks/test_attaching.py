@@ -18,7 +18,7 @@ from vlmcompress.reduction import block as carried
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import KeptWhole, attach, attach_carried
 from vlmcompress.reduction.methods import REGISTRY, dart
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
@@ -87,7 +87,7 @@ def test_text_alone_is_untouched(family, method):
 
 def test_refusals_are_one_line():
     for spec, method in itertools.product(all_specs(), REGISTRY.names()):
-        reason = family_refusal(spec, method)
+        reason = family_problem(spec, method)
         if reason is None:
             assert spec.images.grid is not None, (spec.family, method)
         else:
@@ -95,7 +95,7 @@ def test_refusals_are_one_line():
 
 
 def test_what_is_refused_and_what_is_not():
-    works = {spec.family: [m for m in REGISTRY.names() if family_refusal(spec, m) is None] for spec in all_specs()}
+    works = {spec.family: [m for m in REGISTRY.names() if family_problem(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm"]
     after = [
         "cdpruner",

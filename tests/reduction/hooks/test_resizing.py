@@ -133,7 +133,7 @@ def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
 @pytest.mark.parametrize("family", FIXED)
 def test_families_whose_images_have_one_size(loaded, family):
     spec = loaded(family).spec
-    assert "the same number of tokens" in str(resizing.resize_refusal(spec))
+    assert "the same number of tokens" in str(resizing.resize_problem(spec))
     with pytest.raises(UserError, match="use a reducer"):
         resizing.image_settings(spec, loaded(family).processor)
 

@@ -12,12 +12,12 @@ from tests.kit.reduction_data import NONE, picture, tiny
 from vlmcompress.models import VLM
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import Signals, litevlm
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.utils.errors import UserError
 
 pytestmark = pytest.mark.representatives
 
-FAMILIES = [spec.family for spec in DENSE if family_refusal(spec, "litevlm") is None]
+FAMILIES = [spec.family for spec in DENSE if family_problem(spec, "litevlm") is None]
 Prompt = tuple[list[tuple[str, Image.Image]], str]
 CAMERAS: Prompt = (
     [("front camera: ", picture(0)), ("left camera: ", picture(1, (140, 84))), ("rear view: ", picture(2, (84, 112)))],

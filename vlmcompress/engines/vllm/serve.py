@@ -30,7 +30,6 @@ from vlmcompress import models
 from vlmcompress.engines.local import exit_text, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.export import readers
-from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.utils import model_folder, schema
 from vlmcompress.utils.errors import UserError
@@ -276,17 +275,16 @@ def _reducer(model: Path, config: dict) -> ReducerChoice | None:
     names = config.get("architectures") or []
     if "vlmcompress" not in config and not any(str(name).startswith(support.PREFIX) for name in names):
         return None
+    from vlmcompress.engines.vllm import plugin  # which brings torch along
+
     try:
-        carried = reducer_block.read_reducer(config)
-        reason = carried and support.engine_refusal(names[0], carried.reducer)
+        reducer = plugin.served_reducer(model)
     except UserError as error:
-        reason = str(error)
-    if reason:
-        raise UserError(f"{model}: {reason}")
+        raise UserError(f"{model}: {error}") from error
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "vlmcompress" not in plugins.split(","):
         raise UserError(f"{model} needs vLLM's plugin 'vlmcompress', which VLLM_PLUGINS='{plugins}' leaves out; add it")
-    return carried.reducer if carried else None
+    return reducer
 
 
 def _tools(model: Path, config: dict) -> list[str]:

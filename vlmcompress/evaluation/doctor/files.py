@@ -256,7 +256,7 @@ def _reducer(subject: _Subject) -> str:
     vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
     support.check_reducer(vlm, carried.reducer)
     scorer_file.load_scorer(vlm.model.config, carried.reducer, subject.path)
-    reason = support.engine_refusal(subject.config["architectures"][0], carried.reducer)
+    reason = support.engine_problem(subject.config["architectures"][0], carried.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
     return f"{carried.reducer.label}, {where}"
 

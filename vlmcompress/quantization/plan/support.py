@@ -44,7 +44,7 @@ def _parts(spec: models.ModelSpec | None) -> str:
 
 def _reducers(spec: models.ModelSpec | None) -> Finding:
     """Methods that vLLM serves, and those that transformers runs alone."""
-    attached = [name for name in REDUCERS.names() if spec and support.family_refusal(spec, name) is None]
+    attached = [name for name in REDUCERS.names() if spec and support.family_problem(spec, name) is None]
     served = [name for name in attached if spec and spec.family in support.served(name)]
     alone = [name for name in attached if name not in served]
     lines = {"vLLM and transformers": served, "transformers": alone}

@@ -120,7 +120,7 @@ def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
     resize = recipe.resize
     if resize is None:
         return []
-    if reason := resizing.resize_refusal(source.spec):
+    if reason := resizing.resize_problem(source.spec):
         return [f"{resize}: {reason}"]
     try:
         processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)

@@ -19,7 +19,7 @@ from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import KeptWhole, attach
 from vlmcompress.reduction.hooks.units import typed
 from vlmcompress.reduction.methods import Reduction
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.utils.errors import UserError
 
 SIDE = 480  # pixels of a panel's longer side
@@ -207,7 +207,7 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
         layouts: layouts of its images, in the order of the prompt.
         chosen: the reducer, which is attached while the prompt runs.
     """
-    if reason := family_refusal(vlm.spec, chosen.method):
+    if reason := family_problem(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
     with warnings.catch_warnings(), attach(vlm, chosen) as attached:
         warnings.simplefilter("ignore", KeptWhole)  # `prompt_cost.too_small` tells it of each image

@@ -25,7 +25,7 @@ Sizes = tuple[tuple[int, int], ...]
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def resize_refusal(spec: ModelSpec) -> str | None:
+def resize_problem(spec: ModelSpec) -> str | None:
     """Why images of this family cannot be made smaller, in one line; None when they can."""
     if spec.images.sizes is not None:
         return None
@@ -36,7 +36,7 @@ def resize_refusal(spec: ModelSpec) -> str | None:
 def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     """The processor's settings, with increasing tokens; the last is the current one. Raises UserError if there are none."""
     if spec.images.sizes is None:
-        raise UserError(f"resize: {resize_refusal(spec)}")
+        raise UserError(f"resize: {resize_problem(spec)}")
     return list({setting.tokens: setting for setting in spec.images.sizes(processor)}.values())
 
 

@@ -22,7 +22,7 @@ from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
-from vlmcompress.reduction.support import family_refusal
+from vlmcompress.reduction.support import family_problem
 from vlmcompress.training.draft import DraftTraining, draft
 from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 from vlmcompress.training.recover import TrainingOptions, recover
@@ -126,7 +126,7 @@ def test_every_reducer_attached(family):
         options = REGISTRY.get(method)
         if (
             options.keep is None
-            or family_refusal(spec, method) is not None
+            or family_problem(spec, method) is not None
             or method.startswith("learned")
             or method == "litevlm"
         ):

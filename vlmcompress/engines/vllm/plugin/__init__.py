@@ -20,6 +20,9 @@ and, under the registered name, a subclass of vLLM's class of that family with t
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from vlmcompress.engines.vllm.plugin._cpu import (
     emulate_experts,
     emulate_floats,
@@ -29,7 +32,21 @@ from vlmcompress.engines.vllm.plugin._cpu import (
 )
 from vlmcompress.reduction.support import PREFIX, SERVED_FAMILIES
 
-__all__ = ["SERVED_FAMILIES", "register"]
+if TYPE_CHECKING:
+    from vlmcompress.reduction.choice import ReducerChoice
+
+__all__ = ["SERVED_FAMILIES", "register", "served_reducer"]
+
+
+def served_reducer(folder: Path) -> ReducerChoice | None:
+    """The reducer of a checkpoint's folder as vLLM will read it, without vLLM; None if it carries none.
+
+    Raises UserError for one that the plugin would refuse, its scorer's file included.
+    """
+    from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
+
+    served = ServedReducer.in_folder(folder)
+    return served.chosen if served else None
 
 
 def register() -> None:
@@ -41,11 +58,11 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from vlmcompress.engines.vllm.plugin import _draft, _fixes
-    from vlmcompress.engines.vllm.plugin._loading import Loading, refusal
+    from vlmcompress.engines.vllm.plugin._loading import Loading, problem
 
     for family in SERVED_FAMILIES.names():
         original = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
-        name, reason = PREFIX + original, refusal(family)
+        name, reason = PREFIX + original, problem(family)
         module = "_loading:Unsupported" if reason else f"{family.replace('-', '_')}:{name}"
         # vllm/model_executor/models/registry.py::_ModelRegistry.register_model imports a class named by a string only when it
         # is needed.

@@ -38,7 +38,7 @@ class Reach:
     why: str
     overridden: bool = False
 
-    def fault(self, source: Source) -> str | None:
+    def problem(self, source: Source) -> str | None:
         """How it differs in this source; None if it does not."""
         name, called, rest = self.what.partition("(")
         definition = source.find(self.module, name)
@@ -611,10 +611,10 @@ PARTS: dict[str, list[Reach]] = {
 }
 
 
-def faults(part: str, folder: Path) -> list[str]:
+def problems(part: str, folder: Path) -> list[str]:
     """What is missing for a part in the vLLM whose package is in `folder`, one line each."""
     source = _source(folder)
-    return [fault for reach in PARTS[part] if (fault := reach.fault(source))]
+    return [problem for reach in PARTS[part] if (problem := reach.problem(source))]
 
 
 def broken(*parts: str) -> str | None:
@@ -624,7 +624,7 @@ def broken(*parts: str) -> str | None:
     if numbers(vllm.__version__) in TESTED:
         return None
     folder = Path(str(vllm.__file__)).parent
-    return next((fault for part in parts for fault in faults(part, folder)), None)
+    return next((problem for part in parts for problem in problems(part, folder)), None)
 
 
 def left_out(part: str) -> bool:
@@ -632,12 +632,12 @@ def left_out(part: str) -> bool:
     import vllm
     from vllm.logger import init_logger
 
-    fault = broken(part)
-    if fault:
+    problem = broken(part)
+    if problem:
         init_logger("vllm.vlmcompress").warning_once(
-            "vlmcompress's plugin leaves out %s: in vLLM %s %s", part, vllm.__version__, fault
+            "vlmcompress's plugin leaves out %s: in vLLM %s %s", part, vllm.__version__, problem
         )
-    return fault is not None
+    return problem is not None
 
 
 def numbers(version: str) -> tuple[int, ...]:

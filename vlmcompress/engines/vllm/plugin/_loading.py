@@ -41,11 +41,11 @@ class Loading:
 
     Attributes:
         original: vLLM's own hook for the original architecture, if there is one.
-        refusal: why checkpoints of the architecture cannot be served in this vLLM; None if they can.
+        problem: why checkpoints of the architecture cannot be served in this vLLM; None if they can.
     """
 
     original: Any = None
-    refusal: str | None = None
+    problem: str | None = None
 
     # vllm/config/model.py::ModelConfig._try_verify_and_update_model_config calls this before anything is loaded: the first
     # place to refuse a checkpoint in one line.
@@ -57,8 +57,8 @@ class Loading:
 
         from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 
-        if self.refusal:
-            raise ValueError(self.refusal)
+        if self.problem:
+            raise ValueError(self.problem)
         if numbers(vllm.__version__) not in TESTED:
             init_logger("vllm.vlmcompress").warning_once(
                 "vlmcompress was tested with vLLM %s, and this is %s. All that its plugin reaches into is there; "
@@ -127,16 +127,16 @@ class ResumableModel:
         return parent.embed_multimodal(**kwargs | moved)
 
 
-def refusal(family: str) -> str | None:
+def problem(family: str) -> str | None:
     """Why the imported vLLM does not serve reduced checkpoints of a family; None if it does."""
     import vllm
 
     reason = f"this is vLLM {vllm.__version__}"
     if not () < numbers(vllm.__version__) < TESTED[0]:
-        fault = broken("", family)
-        if fault is None:
+        missing = broken("", family)
+        if missing is None:
             return None
-        reason = f"in vLLM {vllm.__version__} {fault}"
+        reason = f"in vLLM {vllm.__version__} {missing}"
     return (
         f"this vlmcompress serves reduced checkpoints in vLLM {tested()}; {reason}: install one of those, "
         "or another vlmcompress"
@@ -152,7 +152,7 @@ class Unsupported(nn.Module):
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
         (name,) = vllm_config.model_config.hf_config.architectures
-        raise ValueError(MODELS_CONFIG_MAP[name].refusal)  # type: ignore[attr-defined]
+        raise ValueError(MODELS_CONFIG_MAP[name].problem)  # type: ignore[attr-defined]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Never called."""

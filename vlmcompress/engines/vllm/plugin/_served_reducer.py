@@ -18,7 +18,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
-from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_refusal
+from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_problem
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest
@@ -47,7 +47,7 @@ class ServedReducer:
                 f"config.json carries no reducer, which {config.get('architectures')} needs; export it again"
             )
         reducer, where = carried.reducer, f"config.json: {reducer_block.KEY}"
-        if reason := engine_refusal(config["architectures"][0], reducer):
+        if reason := engine_problem(config["architectures"][0], reducer):
             raise UserError(f"{where}: {reason}")
         try:
             spec = spec_for({"model_type": carried.model_type})
