@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not arg_string.strip() and action.option_strings and action.default != "":
             raise UserError(f"{self.prog}: {action.option_strings[-1]} has an empty value; give one, or leave it out")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message):

@@ -8,7 +8,7 @@ the target itself predicts there:
 A guess does not depend on earlier guesses. All heads share one output head, over the draft's own vocabulary. This is the form
 that vLLM 0.32 serves (`model_executor/models/medusa.py`), which takes each head's most likely token instead of a tree. vLLM
 0.33 has removed Medusa: this file can be deleted when support for 0.32 ends, with everything that names it
-(`plugin/_fixes.py`, the branches for the kind in `draft`, `draft_data`, `draft_write` and `draft_folder`).
+(`plugin/_fixes.py`, the branches for the kind in `draft`, `draft_data`, `draft_tensors` and `draft_folder`).
 Cost: a hidden-size matrix product per guess, besides the output head. Loses: dependence on earlier guesses.
 """
 

@@ -46,8 +46,8 @@ def test_a_template_says_whether_answers_begin_with_thoughts(tmp_path: Path) -> 
     (thinking / "chat_template.jinja").write_text(QWEN)
     named = [{"name": "default", "template": QWEN.replace("'<think>\n' }}", "'' }}")}]
     (listed / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    found = [(t.begun, t.expected) for t in (of_models(model) for model in (plain, thinking, listed))]
-    assert found == [(False, False), (True, True), (False, True)]
+    thoughts = [(t.begun, t.expected) for t in (of_models(model) for model in (plain, thinking, listed))]
+    assert thoughts == [(False, False), (True, True), (False, True)]
     assert of_models(plain, thinking).begun and not of_models("a served model").expected
 
 

@@ -138,7 +138,7 @@ def load_suite(
             raise UserError(f"suite {name} is already data; leave out --data {data}")
         return _longer(_custom(Path(name), reading, limit, seed), thoughts)
     else:
-        source, tasks = data, _load_tasks(name, {}, own=True)
+        source, tasks = data, _load_tasks(name, {}, lm_eval=True)
     name = Path(name).stem if Path(name).suffix in YAML else Path(name).name
     if not source:
         config = next(iter(tasks.values())).config
@@ -174,17 +174,17 @@ def quiet_lm_eval() -> Iterator[None]:
         building.tqdm = bar
 
 
-def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = (), own: bool = False) -> Any:
-    """lm-eval's index of our tasks and those in `folders`; `own`: also of lm-eval's own tasks, which takes seconds."""
+def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = (), lm_eval: bool = False) -> Any:
+    """lm-eval's index of our tasks and those in `folders`; `lm_eval`: also of lm-eval's own tasks, which takes seconds."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=own, metadata=dict(metadata))
+    return TaskManager(include_path=[*catalogue.folders(), *folders], include_defaults=lm_eval, metadata=dict(metadata))
 
 
-def _load_tasks(name: str, metadata: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
-    """Load the tasks of a suite: bundled, of a YAML file, or one of lm-eval's `own`, whose data `datasets` downloads."""
+def _load_tasks(name: str, metadata: Mapping[str, Any], lm_eval: bool = False) -> dict[str, Any]:
+    """Load the tasks of a suite: bundled, of a YAML file, or one of lm-eval (`lm_eval`), whose data is downloaded."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -192,8 +192,8 @@ def _load_tasks(name: str, metadata: Mapping[str, Any], own: bool = False) -> di
     try:
         with quiet_lm_eval():
             if file.suffix not in YAML:
-                manager = _manager(metadata, own=own)
-                if own and name not in manager.all_tasks:
+                manager = _manager(metadata, lm_eval=lm_eval)
+                if lm_eval and name not in manager.all_tasks:
                     close = did_you_mean(name, catalogue.task_names())
                     raise UserError(f"no suite is called '{name}', here or in lm-eval{close}")
                 return manager.load([name])["tasks"]

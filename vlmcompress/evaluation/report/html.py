@@ -80,7 +80,8 @@ def report_page(findings: Findings) -> str:
 
 def _tiles(findings: Findings) -> list[tuple[str, str, str]]:
     """The main figures: value, what it is, and its tone."""
-    results, tiles = findings.results, []
+    results = findings.results
+    tiles: list[tuple[str, str, str]] = []
     if findings.suites:
         lowest = min(findings.suites, key=lambda s: s.overall.difference)
         suite, c = lowest.suite, lowest.overall

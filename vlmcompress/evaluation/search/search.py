@@ -105,8 +105,8 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
         files = own_answers.write_questions(parts, request.prompts, request.out / QUESTIONS, setup, progress)
         calibrate = {"data": str(files[own_answers.CALIBRATION]), "samples": len(parts.calibration)}
         data, confirm = str(files[own_answers.SEARCH]), str(files[own_answers.CONFIRM])
-        made = {"base": {**request.base, "calibrate": calibrate}, "data": data, "confirm": confirm, "limit": None}
-        request = replace(request, **made)
+        base = {**request.base, "calibrate": calibrate}
+        request = replace(request, base=base, data=data, confirm=confirm, limit=None)
         setup = setup_of(request)
         gains = _gains(request, setup)
     suite = questions_of(setup, request.limit)
@@ -138,7 +138,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             "reference": "the original's own answers" if request.images else "the data's answers",
         }
         accuracy = statistics.fmean(sample.score for sample in before.suite.samples)
-        data = {
+        facts = {
             "schema_version": outcome.SCHEMA_VERSION,
             **settings,
             "original": {"name": AS_IT_IS, "accuracy": accuracy},
@@ -149,7 +149,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
         }
         folder = _placed(request, setup, winner.candidate, progress) if winner else None
         log.finish()
-    return request, data, folder
+    return request, facts, folder
 
 
 def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:

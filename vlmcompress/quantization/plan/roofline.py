@@ -128,7 +128,9 @@ def tower(model: ServedModel, patches: Sequence[int], tokens: int) -> int:
     total += tokens * sum(_linear(root) for root in projectors)
     # Qwen2.5-VL: blocks whose number is not in `fullatt_block_indexes` attend within windows of `window_size` pixels.
     wide = getattr(vision, "fullatt_block_indexes", None)
-    window = None if wide is None else (vision.window_size // models.side_length(vision.patch_size)) ** 2
+    window = (
+        None if vision is None or wide is None else (vision.window_size // models.side_length(vision.patch_size)) ** 2
+    )
     for index, block in enumerate(layers):
         side = None if wide is None or index in wide else window
         hidden = next(m.in_features for m in block.modules() if isinstance(m, nn.Linear))

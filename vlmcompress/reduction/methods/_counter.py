@@ -2,8 +2,8 @@
 
 An engine reserves an image's tokens before encoding it, but DyMU's count, which depends on the image, is known only
 after the encoder. A ridge regression on cheap statistics of the pixels, fitted on calibration images to the method's
-own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets (`methods.merge` or
-`methods.reduce` with a count). Too high a count costs tokens, too low a one detail, so `margin`, a quantile of the
+own counts, predicts it; rounded up to a bucket, it is the exact count that the method then meets (`merge` or
+`reduce` with a count). Too high a count costs tokens, too low a one detail, so `margin`, a quantile of the
 calibration residuals, is added.
 
 Statistics are computed from the processor's output rounded to bfloat16, so that every engine and type gets the same:
