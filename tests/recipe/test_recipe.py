@@ -225,8 +225,8 @@ def test_paths_in_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
     assert recipe.reduce.reducer.scorer == "kept/s.safetensors"
     assert resolve(BASE, folder / "data.yaml").recipe.calibrate.data == str(folder / "org" / "here")
     assert resolve(BASE, folder / "hub.yaml").recipe.calibrate.data == "org/there"  # an id of the Hub
-    given = {"calibrate": {"data": "d.jsonl"}, "out": "o"}
-    assert resolve(BASE | given, folder / "data.yaml").recipe.calibrate.data == "d.jsonl"
+    flags = {"calibrate": {"data": "d.jsonl"}, "out": "o"}
+    assert resolve(BASE | flags, folder / "data.yaml").recipe.calibrate.data == "d.jsonl"
 
 
 def test_yaml_runs_no_code(tmp_path):
