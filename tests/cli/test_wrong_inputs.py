@@ -42,7 +42,7 @@ TOKENS, PLAN = "check llava --image-size 56x56", "plan llava"
 EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}"
 RECOVER = "recover llava --calib data/calib.jsonl -o new"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
-INSPECT = "inspect llava --image a.png -o new.png"
+INSPECT = "inspect llava a.png -o new.png"
 CONFIG, PROCESSOR, WEIGHTS = "llava/config.json", "llava/processor_config.json", "llava/model.safetensors"
 ROW = {"image": "a.png", "question": "what is it", "answer": "red"}
 LAYER = "model.language_model.layers.0.mlp.up_proj"
@@ -315,11 +315,11 @@ def commands() -> Iterator[tuple[str, str]]:
             "--reduce dart:2": "keep must be a number above 0 and at most 1, got 2",
             "--reduce relevance:0.5": "'relevance' is query-aware; add --question",
             "--reduce dart:0.5 -o x.jpg": "--out x.jpg is a picture; name it FILE.png",
-            "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
-            "--reduce dart:0.5 --image calib.jsonl": "is not an image in one of JPEG, PNG",
             "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
         },
     )
+    for file, message in {"no.png": "no.png' cannot be read", "calib.jsonl": "is not an image in one of JPEG, PNG"}.items():
+        yield f"{INSPECT} --reduce dart:0.5".replace("a.png", file), message
     attention = "those of gemma3 have attention in windows, and both ways within an image; use "
     yield f"{INSPECT} --reduce fastv:0.5".replace("llava", "gemma3"), attention
     yield f"{INSPECT} --reduce visionzip:0.5".replace("llava", "qwen"), "CLS"

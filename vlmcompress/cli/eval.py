@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import Outcome
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> Outcome:
 
     sides.check_path(args.out, args.engine)
     sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
-    _flags.refuse_missing_data(args.data, answered=True)
+    # of a suite, a folder may be its local copy
+    if args.data is not None and (problem := hub.data_problem(args.data, answered=not args.suite)):
+        raise UserError(problem)
     from vlmcompress.cli._conclude import check_folder, conclude
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL

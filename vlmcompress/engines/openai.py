@@ -42,11 +42,12 @@ class OpenAI(Engine):
     @classmethod
     def at(cls, address: str) -> OpenAI:
         """Make the engine for a server's address; `/v1` may be left out."""
+        import httpx
+
         try:
-            parts = urlparse(address)
-            # `port` raises for what is no number up to 65535
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
+            parts = httpx.URL(address)  # as the client reads it
+            valid = parts.scheme in ("http", "https") and bool(parts.host) and (parts.port or 80) in range(1, 65536)
+        except (httpx.InvalidURL, ValueError):
             valid = False
         if not valid or any(character.isspace() for character in address):
             raise UserError(f"'{address}' is not the address of a server; write openai:http://localhost:8000")
