@@ -37,7 +37,6 @@ from vlmcompress.utils.settings import bundled_recipes
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-WIDTH = 120
 
 
 def fenced(kind: str) -> list[tuple[str, str]]:
@@ -196,18 +195,6 @@ def anchors(text: str) -> set[str]:
     """What one can link to within a page, as GitHub makes it of headings."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-def test_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 160
-
-
-@pytest.mark.parametrize("page", TEXTS)
-def test_lines_are_short(page):
-    """But for tables, and for what scripts print."""
-    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", TEXTS[page], flags=re.DOTALL)
-    if page != "docs/recipes.md":
-        assert not [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")]
 
 
 @pytest.mark.parametrize(
