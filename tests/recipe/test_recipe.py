@@ -44,7 +44,7 @@ def test_precedence(tmp_path):
     file = write(tmp_path, "target: a100\nseed: 7\nscheme: gptq\ncalibrate: {samples: 16, data: d}\nskip: [lm]\n")
     got = resolve(BASE | {"seed": 0, "calibrate": {"samples": 1}, "skip": []}, file)
     assert (got.recipe.seed, got.recipe.calibrate.samples, got.recipe.skip) == (0, 1, ())  # falsy, but given
-    assert (got.recipe.scheme, got.recipe.calibrate.data) == ("gptq", "d")
+    assert (got.recipe.scheme, got.recipe.calibrate.data) == ("gptq", str(tmp_path / "d"))
     assert got.origin("seed") == "command line"
     assert got.origin("scheme") == f"recipe {file}"
     assert got.origin("shard_size") == "default"
@@ -211,6 +211,22 @@ def test_recipe_file_problems(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(UserError, match="cannot read recipe .*binary.yaml"):
         resolve(BASE, tmp_path / "binary.yaml")
+
+
+def test_paths_in_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    (folder / "org" / "here").mkdir(parents=True)
+    file = write(folder, "{scheme: rtn, out: new, adapter: /abs, reduce: 'learned:scorer=s.safetensors'}")
+    (folder / "data.yaml").write_text("{scheme: rtn, calibrate: {data: org/here, text: t.jsonl}}")
+    (folder / "hub.yaml").write_text("{scheme: rtn, calibrate: {data: org/there}}")
+    monkeypatch.chdir(tmp_path)
+    recipe = resolve(BASE, file.relative_to(tmp_path)).recipe
+    assert (recipe.out, recipe.adapter) == (Path("kept/new"), Path("/abs"))
+    assert recipe.reduce.reducer.scorer == "kept/s.safetensors"
+    assert resolve(BASE, folder / "data.yaml").recipe.calibrate.data == str(folder / "org" / "here")
+    assert resolve(BASE, folder / "hub.yaml").recipe.calibrate.data == "org/there"  # an id of the Hub
+    flags = {"calibrate": {"data": "d.jsonl"}, "out": "o"}
+    assert resolve(BASE | flags, folder / "data.yaml").recipe.calibrate.data == "d.jsonl"
 
 
 def test_yaml_runs_no_code(tmp_path):
