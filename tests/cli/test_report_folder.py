@@ -23,7 +23,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_is_refused(tmp_path, capsys):
+def test_bad_report_folders_are_refused(tmp_path, capsys):
     """By every verb that writes a report, with nothing changed; a wrong path of a checkpoint is not what is said."""
     report, foreign, other = tmp_path / "report", tmp_path / "foreign", tmp_path / "other"
     files.write_report(make_results(), report)
@@ -60,7 +60,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert load_results(report).candidate.name == "something else"
 
 
-def test_the_same_two_fill_one_report(tmp_path):
+def test_runs_of_the_same_two_models_fill_one_report(tmp_path):
     """What is expected of a candidate before it is asked is what its results say afterwards; a killed run goes on. The gate
     that the accuracy was judged by stays, and judges the speed when it comes; only the call that named it ends by it."""
     row = {"id": "0", "question": "0?", "answer": "0?", "image": picture(tmp_path, "0.png")}

@@ -73,7 +73,7 @@ def agree(run: Run, other: Run) -> None:
         assert math.exp(logprob) == pytest.approx(math.exp(b.first[token]), abs=0.05)
 
 
-def test_transformers(transformers: Run) -> None:
+def test_transformers_flags_cut_answers_and_gives_probabilities(transformers: Run) -> None:
     """Cut answers are said to be; the probabilities are those of a distribution."""
     assert transformers.engine["name"] == "hf" and transformers.engine["restarts"] == 0
     for answer in transformers.answers.values():
@@ -122,7 +122,7 @@ def test_transformers_reads_compressed_checkpoints(questions, transformers: Run,
     assert all(answer.first is None for answer in run.answers.values())
 
 
-def test_transformers_refuses_to_guess_weights(questions, compressed: Path) -> None:
+def test_transformers_refuses_missing_weights(questions, compressed: Path) -> None:
     file = compressed / "model.safetensors"
     tensors = load_file(file)
     del tensors[next(name for name in sorted(tensors) if name.endswith("q_proj.weight_scale"))]
@@ -172,7 +172,7 @@ def test_a_served_model_answers_as_transformers_does(questions, transformers: Ru
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_a_killed_engine_goes_on(questions, transformers: Run, name: str) -> None:
+def test_a_killed_engine_continues(questions, transformers: Run, name: str) -> None:
     """`kill -9` after the first answer: a second process answers the rest, and nothing is asked twice."""
     requests, media = questions
     # So many that they are not all answered before the signal arrives.

@@ -87,7 +87,7 @@ def test_experts_of_a_block_are_planned_as_one(checkpoint):
     assert rows["experts.gate_up"] == (2, 4) and rows["shared_expert.gate_up"] == (2, 0)
 
 
-def test_what_experts_cannot_have_is_refused_in_one_line(checkpoint):
+def test_options_that_experts_lack_are_refused_in_one_line(checkpoint):
     source = checkpoint("qwen3-5-moe")
     (problem,) = make_plan(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"]), strict=False).problems
     assert "not all experts of block 0" in problem and "\n" not in problem

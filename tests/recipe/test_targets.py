@@ -125,7 +125,7 @@ def test_a_checkpoint_that_gains_nothing_still_has_a_kernel():
     assert targets.get_target("b200").kernel("w8a8-int") is None
 
 
-def test_a100_refuses_fp8_and_says_what_to_use():
+def test_a100_refuses_fp8_and_names_an_alternative():
     with pytest.raises(
         UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or gptq-plus for memory"
     ):
@@ -147,7 +147,7 @@ def test_unknown_target_has_a_suggestion():
         targets.get_target("h10")
 
 
-def test_limit():
+def test_the_memory_limit_of_a_target():
     limit = Limit(out_multiple=32, in_multiple=32, group_multiple=2)
     assert limit.problem(64, 64, 32) is None
     assert limit.problem(64, 64, -1) is None
@@ -169,6 +169,6 @@ def test_another_package_adds_a_machine(monkeypatch, tmp_path):
     assert targets.get_target("Our_Machine").title == "H100"
 
 
-def test_no_torch():
+def test_targets_import_no_torch():
     code = "import sys; from vlmcompress.recipe import targets; targets.get_target('h100'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

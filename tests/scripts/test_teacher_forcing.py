@@ -104,7 +104,7 @@ def test_measures() -> None:
     assert measures["logit"][1] == pytest.approx(float(((error - error.mean()) ** 2).mean()) / spread)
 
 
-def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
+def test_activations_are_rounded_by_the_scheme(tmp_path: Path) -> None:
     """The input of every quantized layer has 255 levels for each token; without quantized layers nothing happens."""
     original = models.load(DEMOS / "demo-llava")
     assert teacher_forcing.round_activations(original.model) == []

@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_before_it_took_its_lock(place):
     assert not list(out.parent.iterdir())
 
 
-def test_a_users_file_in_our_folder_is_not_deleted(place):
+def test_a_users_file_in_an_output_is_not_deleted(place):
     """--overwrite is for what the manifest lists; a lock that a killed run left is nobody's."""
     source, out = place
     ours(out, '{"files": {"config.json": {}, "serve/vllm.sh": {}}}')
@@ -81,7 +81,7 @@ def test_a_users_file_in_our_folder_is_not_deleted(place):
     assert (out / "serve" / "notes.txt").read_text() == "mine"
 
 
-def test_appears_when_done(place):
+def test_an_output_appears_when_complete(place):
     source, out = place
     folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     with folders.new_folder(out) as tree:
@@ -100,7 +100,7 @@ def _umask() -> int:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, UserError])
-def test_nothing_is_left_of_a_failure(place, error):
+def test_a_failure_leaves_nothing(place, error):
     _, out = place
     out = out.parent / "new" / "folders" / "out"
     with pytest.raises(error), folders.new_folder(out) as tree:
@@ -117,13 +117,13 @@ def test_disk_full_is_a_user_error(place, number):
     assert not list(out.parent.iterdir())
 
 
-def test_weights_are_written_by_what_knows_a_full_disk():
+def test_every_writer_of_weights_reports_a_full_disk():
     """A draft's once were not: safetensors' own error ended in a traceback."""
     users = [file for file in (ROOT / "vlmcompress").rglob("*.py") if "save_file(" in file.read_text()]
     assert users == [Path(folders.__file__)]
 
 
-def test_exists(place):
+def test_an_existing_folder_is_refused(place):
     source, out = place
     ours(out, "old")
     with pytest.raises(UserError, match="--overwrite"):
@@ -148,7 +148,7 @@ def test_a_symlink_to_the_source_is_seen_through(place):
         folders.require_out(source, out, overwrite=True, mark=MANIFEST)
 
 
-def test_unwritable(place):
+def test_an_unwritable_folder_is_refused(place):
     source, out = place
     out.parent.joinpath("file").write_text("")
     with pytest.raises(UserError, match="not a folder you can write to"):
@@ -158,7 +158,7 @@ def test_unwritable(place):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_without_permission(place):
+def test_a_folder_without_permission_is_refused(place):
     source, out = place
     out.parent.chmod(0o500)
     with pytest.raises(UserError, match="not a folder you can write to"):
@@ -180,7 +180,7 @@ def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
 
 
 @pytest.mark.parametrize("at", ["os.fsync", "os.rename", "folders.shutil.rmtree"])
-def test_killed_while_replacing(place, at):
+def test_a_run_killed_while_replacing_loses_nothing(place, at):
     """Killed before, between and after the two renames: the next run finds a whole folder and removes the rest."""
     source, out = place
     ours(out, "old")
@@ -190,7 +190,7 @@ def test_killed_while_replacing(place, at):
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_only_our_leftovers_are_removed(place):
+def test_only_leftovers_of_the_package_are_removed(place):
     source, out = place
     run_killed(place, "os.fsync")
     (out.parent / ".out.vlmcompress-mine").mkdir()

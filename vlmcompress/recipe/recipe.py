@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,13 @@ else:  # pydantic reads annotations when the class is made, and these bring torc
 DEFAULT = "default"
 MOST = 10**9
 """The most samples of a calibration, and the most tokens of a sample."""
+
+# Dotted keys that are paths -> the kind of repository on the Hub that they may name instead.
+_PATHS: dict[str, hub.Kind | None] = {
+    **dict.fromkeys(("model", "adapter"), "model"),
+    "calibrate.data": "dataset",
+    **dict.fromkeys(("out", "calibrate.text", "calibrate.stats", "reduce.scorer", "reduce.thresholds"), None),
+}
 
 
 class _Frozen(BaseModel):
@@ -263,6 +271,7 @@ def resolve(
                 _require_known_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
         layers = reducers.layered(layers)
+    layers[1:] = [(origin, _anchored(layer, path.parent)) for origin, layer in layers[1:]]
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
@@ -298,6 +307,21 @@ def resolve(
         adapter = model
         model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)
+
+
+def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """The settings of a recipe file in a folder, to which relative paths become relative; ids of the Hub stay."""
+    anchored: dict[str, Any] = {}
+    for key, value in settings.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            value = _anchored(value, folder, f"{dotted}.")
+        elif dotted in _PATHS and isinstance(value, str) and value:
+            kind = _PATHS[dotted]
+            hosted = kind and not os.path.lexists(folder / value) and hub.parse_repository(value, kind)
+            value = value if hosted else str(folder / value)
+        anchored[key] = value
+    return anchored
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:

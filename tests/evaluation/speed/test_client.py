@@ -91,7 +91,7 @@ def in_the_end(check: Callable[[], None]) -> None:
     check()
 
 
-def test_encoded_request() -> None:
+def test_a_request_is_encoded() -> None:
     request = json.loads(body("hi"))
     assert (request["max_completion_tokens"], request["temperature"], request["ignore_eos"]) == (4, 0, True)
     assert request["stream"] and request["stream_options"]["include_usage"]

@@ -39,7 +39,7 @@ def make_plan(**changes) -> serving.BenchPlan:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch) -> None:
+def test_warm_caches_show_in_the_figures(quick_engines, monkeypatch) -> None:
     """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
     server's counts of tokens are right."""
     # No process for the worker, which would import vLLM again.
@@ -150,7 +150,7 @@ def test_whole_benchmark(results: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_offline_prompts_must_be_the_servers(results: Results) -> None:
+def test_offline_and_served_prompts_must_be_equal(results: Results) -> None:
     assert results.bench is not None
     others = [record.model_copy(update={"text_tokens": 1}) for record in results.bench.runs if record.mode == "serve"]
     plan = make_plan(prompts=open_prompts(None, [(96, 64)], MODEL, MODEL, 0))
@@ -160,7 +160,7 @@ def test_offline_prompts_must_be_the_servers(results: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_that_cannot_start_says_why() -> None:
+def test_a_server_that_cannot_start_shows_its_error() -> None:
     with pytest.raises(UserError, match="server could not start .*no-such-flag"):
         run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])
 

@@ -75,7 +75,7 @@ def test_files_of_all(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_who_has_files(name: str) -> None:
+def test_engines_that_have_launch_files(name: str) -> None:
     """What its engine loads (`tests/export/readers`), less what its files are not for."""
     launcher = REGISTRY.get(name)
     assert {form for form in FORMATS if launch.launch_problem(name, facts(form)) is None} == {
@@ -187,7 +187,7 @@ def test_a_reducer_keeps_the_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill-decode", "prefill", "decode"])
-def test_roles(role: str, tmp_path: Path) -> None:
+def test_roles_of_separated_stages(role: str, tmp_path: Path) -> None:
     """Who produces and consumes encoder outputs, and keys and values; both sides name the same folder."""
     store = tmp_path / "store of 1"
     script = written(tmp_path, facts("fp8", machine="h100")) / "vllm-split.sh"
@@ -294,7 +294,7 @@ def parsed_pbtxt(text: str) -> Any:
     return text_format.Parse(text, kind())
 
 
-def test_tensorrt_llm_hands_its_options_over(tmp_path: Path) -> None:
+def test_tensorrt_llm_passes_its_options_on(tmp_path: Path) -> None:
     serving = written(tmp_path, facts("fp8"))
     _, flags, _ = called(serving / "tensorrt-llm.sh")
     options = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text())

@@ -35,7 +35,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("versions", "reader", "results"), RUNS)
-def test_the_table_is_what_was_run(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
+def test_the_table_records_what_ran(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
     """Oracle: the libraries themselves (eval/readers.json). What is said to load has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
@@ -59,7 +59,7 @@ def test_zero_points_and_dequantizing() -> None:
             assert (result == "loads") is (not new or not checkpoint.several), f"{run['versions']}, {case}: {result}"
 
 
-def test_the_table_is_what_vllm_ran() -> None:
+def test_the_table_records_what_vllm_ran() -> None:
     """Oracle: eval/formats.json. What ran is said to load; what is said not to load did not run. vLLM's CPU build lacks kernels
     for some of what it loads on GPUs."""
     rows = [row for row in json.loads((ROOT / "eval" / "formats.json").read_text()) if "vllm" in row]
@@ -85,7 +85,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_who_loads_what(engine: str) -> None:
+def test_engines_load_what_the_table_says(engine: str) -> None:
     assert {form for form in FORMATS if readers.engine_support(engine, facts(form)).reason is None} == LOADS[engine]
     for form in FORMATS:
         reason = readers.engine_support(engine, facts(form)).reason
@@ -119,7 +119,7 @@ def test_evidence_is_there() -> None:
             assert kind in ("run", "read") and (kind == "read" or (ROOT / where).is_file()), cell
 
 
-def test_a_summary_begins_with_what_is_not_there() -> None:
+def test_a_summary_begins_with_engines_that_are_not_installed() -> None:
     text = readers.readers_summary(facts("gptq-v2-asym"))
     assert text.startswith("not vLLM: of gptq-v2 it reads only 4 and 8 bits without zero points; transformers (")
     assert "gptqmodel" in text and "optimum" in text
@@ -152,7 +152,7 @@ def test_an_engine_is_refused_before_it_starts(form: str, engine: str, message: 
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": {"quant_method": "quip"}}', None])
-def test_what_is_not_known_is_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
+def test_unknown_combinations_are_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     readers.require_readable(tmp_path, ["vllm"], "do something else")

@@ -191,7 +191,7 @@ def test_the_published_search_needs_its_package(models, monkeypatch, options, ad
     assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
 
 
-def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):
+def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
     """`tests/models/test_engine_names.py` asks vLLM itself: its class of LFM2 gives attention no quantization config."""
     source = tiny.build("lfm2-vl", tmp_path / "source")
     with pytest.raises(
@@ -237,7 +237,7 @@ def adapted(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("derivation", ["rotate", "adapter", "from_quantized"])
-def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, derivation):
+def test_derived_weights_are_quantized_as_planned(models, tmp_path, derivation):
     """Oracle: a plan of the derived model alone. It differs in nothing but `bytes_before`, which is of the recipe's model."""
     model, settings = models["qwen2-5-vl"], {"scheme": "gptq", "vision": "fp8", "kv_cache": "fp8", "head": "w4a16"}
     settings |= {"bits": {"budget": 6.0}, "calibrate": {"data": str(tmp_path)}, "options": {"group_size": 32}}
@@ -276,7 +276,7 @@ def test_check_finds_nothing_wrong(models, tmp_path):
     assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
 
 
-def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
+def test_check_reports_a_source_that_vllm_cannot_load(models, tmp_path):
     """As transformers saves it; what is written is in order, so nothing stands in the way."""
     saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
     names = {}

@@ -39,7 +39,7 @@ def test_module_keeps_to_the_protocol(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_literals_read_from_the_file_are_those_of_the_class(name):
+def test_facts_read_from_the_file_are_those_of_the_class(name):
     """`list` and `check` read them without torch."""
     outline, method = REGISTRY.outline(name), REGISTRY.get(name)
     literals = [key for key in vars(Reducer) if key.isupper()]

@@ -123,7 +123,7 @@ def test_identity_returns_everything():
         ({"scale": torch.ones(3)}, "scale"),
     ],
 )
-def test_what_is_no_reduction_is_refused(change, message):
+def test_invalid_reductions_are_refused(change, message):
     good = Reduction.join(torch.tensor([0, 0, 2])).require_valid()
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(good, **change).require_valid()

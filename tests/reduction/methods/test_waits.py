@@ -20,7 +20,7 @@ def bare(image: Signals) -> Signals:
 
 
 @pytest.mark.parametrize(("name", "chosen"), SERVED)
-def test_a_served_method_looks_at_no_value(name, chosen):
+def test_a_served_method_reads_no_value(name, chosen):
     image = signals((3, 4, 4) if name == "evs" else (1, 6, 8))
     rows = served(name, bare(image), **chosen)
     adaptive = REGISTRY.get(name).COUNT == "adaptive"
@@ -28,7 +28,7 @@ def test_a_served_method_looks_at_no_value(name, chosen):
     assert rows.shape == (count, image.features.shape[1])
 
 
-def test_looking_at_signals_or_a_result_is_a_wait():
+def test_reading_signals_or_a_result_is_a_wait():
     image = bare(signals())
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         Signals(image.grid, features=image.features)
