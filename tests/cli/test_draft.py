@@ -26,7 +26,7 @@ from vlmcompress.models.data import Sample
 from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode_prompt
 from vlmcompress.recipe import resolve
 from vlmcompress.training import eagle3, teacher_cache
-from vlmcompress.training.draft import _check_answers, guessable
+from vlmcompress.training.draft import _require_answers, guessable
 from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.utils import identity
 from vlmcompress.utils.errors import UserError
@@ -298,7 +298,7 @@ def test_bad_input_is_refused(draft, reduced, plain, data, tmp_path, capsys):
         assert code == 2 and message in err and not (tmp_path / "no").exists(), err
     short = {"modality": torch.tensor([[TEXT, VISION, TEXT, ANSWER, TEXT]], dtype=torch.uint8)}
     with pytest.raises(UserError, match="one token each, which leaves a draft nothing to guess"):
-        _check_answers(SimpleNamespace(batches=[short, short], first=1), data)
+        _require_answers(SimpleNamespace(batches=[short, short], first=1), data)
     code, _, err = run(capsys, "serve", reduced, "--draft", draft, "--speculative-config", "{}")
     assert code == 2 and "--draft and --speculative-config exclude each other" in err
 

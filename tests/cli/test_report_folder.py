@@ -10,7 +10,7 @@ from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.made_results import make_bench, make_results
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
-from vlmcompress.cli._conclude import check_folder, conclude
+from vlmcompress.cli._conclude import conclude, require_report_folder
 from vlmcompress.cli._outcome import OK, UNDECIDED
 from vlmcompress.evaluation.accuracy import accuracy
 from vlmcompress.evaluation.accuracy import gate as gates
@@ -74,14 +74,14 @@ def test_runs_of_the_same_two_models_fill_one_report(tmp_path):
     report.mkdir()
     for name in (files.JOURNAL, f".{files.JOURNAL}.lock", ".results.json.part"):  # as a run leaves them that is killed
         (report / name).write_text("")
-    check_folder(report, sides, overwrite=False)
+    require_report_folder(report, sides, overwrite=False)
     options = accuracy.EvalOptions(engine, engine, journal=report / files.JOURNAL)
     (results,) = accuracy.evaluate_all([after], before, [None], data, options)
     speed_rule = gates.SpeedRule(metric="request_throughput", at_least=0.01)
     gate = gates.GateFile(name="both", suites={"*": gates.SuiteRules(margin=0.5)}, speed=[speed_rule])
     assert conclude(results, gate, report, overwrite=False)[0] == UNDECIDED
     assert [rule.value for rule in load_results(report).gate.rules][1] == "not measured"
-    check_folder(report, sides, overwrite=False)
+    require_report_folder(report, sides, overwrite=False)
     speed = results.model_copy(update={"suites": [], "samples": [], "bench": make_bench()})
     assert conclude(speed, None, report, overwrite=False)[0] == OK
     assert load_results(report).suites == results.suites and load_results(report).bench == speed.bench
@@ -105,7 +105,7 @@ def test_a_report_that_cannot_be_read(tmp_path):
         return results.baseline, results.candidate
 
     with pytest.raises(UserError, match="schema 1"):
-        check_folder(call.report, sides, overwrite=False)
-    check_folder(call.report, sides, overwrite=call.overwrite)
+        require_report_folder(call.report, sides, overwrite=False)
+    require_report_folder(call.report, sides, overwrite=call.overwrite)
     conclude(results, None, call.report, overwrite=call.overwrite)
     assert load_results(tmp_path) == results

@@ -84,7 +84,7 @@ def test_transformers_flags_cut_answers_and_gives_probabilities(transformers: Ru
 WORDS = "what is this " * 2000
 
 
-def answers_before_a_refusal(engine: str, model: Path, questions, settings: EngineSettings) -> Run:
+def answers_before_a_refused_request(engine: str, model: Path, questions, settings: EngineSettings) -> Run:
     """What an engine answers when the last request is too long: that one is named, and those before it are answered first."""
     parts = [part for request in questions[0] for part in request.messages[0]["content"]]
     image = next(part for part in parts if part["type"] == "image_url")
@@ -104,7 +104,7 @@ def answers_before_a_refusal(engine: str, model: Path, questions, settings: Engi
 
 @pytest.mark.slow
 def test_vllm_answers_as_transformers_does(questions, transformers: Run) -> None:
-    agree(answers_before_a_refusal("vllm", MODEL, questions, SETTINGS), transformers)
+    agree(answers_before_a_refused_request("vllm", MODEL, questions, SETTINGS), transformers)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_reads_compressed_checkpoints(questions, transformers: Run, compressed: Path) -> None:
     """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
-    run = answers_before_a_refusal("hf", compressed, questions, EngineSettings(max_tokens=8, max_num_seqs=1))
+    run = answers_before_a_refused_request("hf", compressed, questions, EngineSettings(max_tokens=8, max_num_seqs=1))
     same = [answer.text == transformers.answers[name].text for name, answer in run.answers.items()]
     assert len(same) == 8 and sum(same) >= 7
     assert all(answer.first is None for answer in run.answers.values())

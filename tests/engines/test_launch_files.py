@@ -219,4 +219,4 @@ def test_separated_stages_answer_as_one_server(checkpoint: Path, pictures, alone
         assert answer(ask(decoder, images[other], question)) == alone[other]
         folders[0].write_bytes(folders[1].read_bytes())
         assert answer(ask(decoder, images[first], question)) == alone[other]
-    assert launch.refusal("vllm-split", launching.facts(reducer="blind")) is None
+    assert launch.launch_problem("vllm-split", launching.facts(reducer="blind")) is None

@@ -238,13 +238,13 @@ def test_speculation_with_recurrent_states_is_refused_where_vllm_gets_it_wrong(t
     from vlmcompress.engines.vllm.plugin import _positions
 
     config = started(tmp_path, draft="ngram")
-    _positions._check(config, SimpleNamespace())
+    _positions._require_settings(config, SimpleNamespace())
     config.model_config.hf_config.get_text_config().layer_types = ["linear_attention", "full_attention"]
     if current_platform.is_cpu():
         with pytest.raises(ValueError, match="where states are recurrent.*leave out --speculative-config$"):
-            _positions._check(config, SimpleNamespace())
+            _positions._require_settings(config, SimpleNamespace())
     else:
-        _positions._check(config, SimpleNamespace())
+        _positions._require_settings(config, SimpleNamespace())
 
 
 # All cases share one import of vLLM: each is tried in a fork of the process that has it.

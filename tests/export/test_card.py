@@ -68,7 +68,7 @@ def test_metadata_is_what_the_hub_reads(original: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "unheard-of"])
 def test_a_card_offers_what_loads(form: str, tmp_path: Path) -> None:
     text, metadata, facts = rendered(tmp_path / "x y", form)
-    vllm, transformers = (readers.load_verdict(name, facts) for name in ("vllm", "transformers"))
+    vllm, transformers = (readers.engine_support(name, facts) for name in ("vllm", "transformers"))
     assert ("vllm serve './x y' --served-model-name x-y" in text) is (vllm.reason is None)
     assert ("vllm" in metadata["tags"]) is (vllm.reason is None)
     loads = transformers.reason is None

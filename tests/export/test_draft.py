@@ -19,7 +19,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.evaluation.doctor.files import diagnose
 from vlmcompress.export.convert import convert
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmcompress import models
-from vlmcompress.models import _checks
-from vlmcompress.models._checks import engine_architectures
+from vlmcompress.models import _requirements
+from vlmcompress.models._requirements import engine_architectures
 from vlmcompress.utils.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -141,9 +141,9 @@ def test_models_listed_as_unsupported_are_refused(folder):
 
 
 def test_supported_architectures_are_read_from_transformers():
-    assert dict(_checks.transformers_classes()) == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    assert all(_checks.in_transformers({"model_type": name}) for name in CONFIG_MAPPING_NAMES)
-    assert not _checks.in_transformers({"model_type": "qwen2"[:-1]})
+    assert dict(_requirements.transformers_classes()) == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    assert all(_requirements.in_transformers({"model_type": name}) for name in CONFIG_MAPPING_NAMES)
+    assert not _requirements.in_transformers({"model_type": "qwen2"[:-1]})
 
 
 def spec_architecture(spec: models.ModelSpec) -> str:

@@ -20,7 +20,7 @@ from vlmcompress.export import manifest
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibrate import KINDS, calibrate
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve

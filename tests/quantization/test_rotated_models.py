@@ -75,10 +75,10 @@ def test_rotated_models_answer_the_same_with_other_weights(pair):
     grid = (1, 1, len(old))
     kept = [reducer.reduce(Signals(grid=grid, features=rows)).anchor for rows in (old, new)]
     assert torch.equal(*kept)
-    _check_head(before, after)
+    _require_equal_head(before, after)
 
 
-def _check_head(before, after) -> None:
+def _require_equal_head(before, after) -> None:
     source = Source.of(after.path)
     assert models.tied_names(after.model) == {} and models.unfound(source.names, source.spec, source.stored) == {}
     planned = with_head(Source.of(before.path))

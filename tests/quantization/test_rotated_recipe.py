@@ -54,7 +54,7 @@ def test_a_rotated_model_without_quantization_is_the_same_model(model, tmp_path)
     done = quantize(asked_for)
     assert likeness(model, done.out) > 0.999
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
-    planned = make_plan(asked_for, refuse=False)
+    planned = make_plan(asked_for, strict=False)
     assert done.manifest["size"]["weights_after"] == planned.bytes_after
     assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.checkpoint_bytes(model)
     assert "output head" in done.manifest["warnings"][0] and done.manifest["recipe"]["rotate"] == "hadamard"

@@ -67,7 +67,7 @@ def test_other_w4a8_is_computed_in_16_bits_everywhere(answers):
 def test_the_workaround_for_the_int8_kernel(answers):
     assert answers["10.0"]["w8a8-int"]["rows"]["kernel"] == WORKAROUND
     assert answers[f"10.0 without {WORKAROUND}"]["w8a8-int"]["rows"]["kernel"] == "TritonInt8ScaledMMLinearKernel"
-    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get_target("b200").refusal("w8a8-int") or "")
+    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get_target("b200").format_problem("w8a8-int") or "")
 
 
 def test_every_format_of_a_target_is_covered():

@@ -311,7 +311,7 @@ def test_every_kernel_that_a_target_names_is_known() -> None:
     for name in targets.REGISTRY.names():
         target = targets.get_target(name)
         for key in map(kernels.format_key, steps.SCHEMES):
-            if target.refusal(key) is None:
+            if target.format_problem(key) is None:
                 assert kernels.patterns(str(target.kernel(key))), f"{name}: {key}"
 
 

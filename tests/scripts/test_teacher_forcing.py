@@ -24,7 +24,7 @@ import teacher_forcing
 
 def several(model: str, per_family: int) -> list[Sample]:
     """Neighbouring questions of each family: some share images, some have two, some none."""
-    samples = load_samples(bundled_data(DEMOS / model, "validation"), samples=None, seed=0, check_images=False)
+    samples = load_samples(bundled_data(DEMOS / model, "validation"), samples=None, seed=0, decode_images=False)
     return [
         s
         for family in sorted({s.family for s in samples})

@@ -47,7 +47,7 @@ def stop(*args, original={at}, **more):
     return original(*args, **more)
 {at} = stop
 out = Path({str(out)!r})
-folders.check_out(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
+folders.require_out(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
 with folders.new_folder(out) as tree:
     (tree / "vlmcompress.json").write_text("new")
 """
@@ -60,10 +60,10 @@ def test_a_run_that_was_killed_before_it_took_its_lock(place):
     source, out = place
     stage = out.parent / ".out.vlmcompress-abcdefgh"
     stage.mkdir()
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert stage.is_dir()
     os.utime(stage, (0, 0))
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert not list(out.parent.iterdir())
 
 
@@ -74,16 +74,16 @@ def test_a_users_file_in_an_output_is_not_deleted(place):
     (out / "serve").mkdir()
     for name in ("config.json", "serve/vllm.sh", ".report.lock"):
         (out / name).touch()
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     (out / "serve" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=f"has files that are not in {MANIFEST}: serve/notes.txt; move them"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     assert (out / "serve" / "notes.txt").read_text() == "mine"
 
 
 def test_an_output_appears_when_complete(place):
     source, out = place
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     with folders.new_folder(out) as tree:
         (tree / "sub").mkdir()
         (tree / "sub" / "a").write_text("x")
@@ -127,32 +127,32 @@ def test_an_existing_folder_is_refused(place):
     source, out = place
     ours(out, "old")
     with pytest.raises(UserError, match="--overwrite"):
-        folders.check_out(source, out, overwrite=False, mark=MANIFEST)
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     (out / MANIFEST).rename(out / "thesis.txt")
     with pytest.raises(UserError, match="not ours to overwrite"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
 
 
 @pytest.mark.parametrize("out", ["source", "source/out", "source/../source/deep/out", "."])
 def test_source_is_safe(place, out):
     source, _ = place
     with pytest.raises(UserError, match="source model"):
-        folders.check_out(source, source.parent / out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, source.parent / out, overwrite=True, mark=MANIFEST)
 
 
 def test_a_symlink_to_the_source_is_seen_through(place):
     source, out = place
     out.symlink_to(source)
     with pytest.raises(UserError, match="source model"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
 
 
 def test_an_unwritable_folder_is_refused(place):
     source, out = place
     out.parent.joinpath("file").write_text("")
     with pytest.raises(UserError, match="not a folder you can write to"):
-        folders.check_out(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
+        folders.require_out(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
     with pytest.raises(UserError, match="cannot write"), folders.new_folder(Path("/proc/none/out")):
         pass
 
@@ -162,7 +162,7 @@ def test_a_folder_without_permission_is_refused(place):
     source, out = place
     out.parent.chmod(0o500)
     with pytest.raises(UserError, match="not a folder you can write to"):
-        folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=False, mark=MANIFEST)
 
 
 def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
@@ -185,7 +185,7 @@ def test_a_run_killed_while_replacing_loses_nothing(place, at):
     source, out = place
     ours(out, "old")
     run_killed(place, at)
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     assert (out / MANIFEST).read_text() == ("new" if at == "folders.shutil.rmtree" else "old")
     assert os.listdir(out.parent) == ["out"]
 
@@ -197,7 +197,7 @@ def test_only_leftovers_of_the_package_are_removed(place):
     (out.parent / ".other.vlmcompress-x").mkdir()
     (out.parent / ".other.vlmcompress-x" / "lock").write_text("")
     assert len(os.listdir(out.parent)) == 3
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert sorted(os.listdir(out.parent)) == [".other.vlmcompress-x", ".out.vlmcompress-mine"]
 
 
@@ -205,6 +205,6 @@ def test_a_running_writer_is_left_alone(place):
     source, out = place
     with folders.new_folder(out) as tree:
         with pytest.raises(UserError, match="another run"):
-            folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+            folders.require_out(source, out, overwrite=False, mark=MANIFEST)
         assert tree.is_dir()
     assert out.is_dir()

@@ -10,7 +10,7 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
-from vlmcompress.evaluation.accuracy.free_answers import RULES, check_score
+from vlmcompress.evaluation.accuracy.free_answers import RULES, named_score
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.text import accuracy_tables
 from vlmcompress.evaluation.results import Results
@@ -215,7 +215,7 @@ def test_a_score_from_a_users_file(tmp_path: Path) -> None:
 )
 def test_wrong_scores_are_refused_before_the_engine_starts(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_score(name)
+        named_score(name)
 
 
 def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def test_invalid_numbers_are_found_by_their_bits(dtype):
         values = torch.cat([edges, -edges])
     for value in values:
         finite, positive = bool(value.double().isfinite()), bool(value.double() > 0)
-        faults = set(doctor._faults(value.view(1)))
-        assert ("holds NaN or infinity" in faults) != finite and (
-            not finite or ("is not positive" in faults) != positive
+        problems = set(doctor._number_problems(value.view(1)))
+        assert ("holds NaN or infinity" in problems) != finite and (
+            not finite or ("is not positive" in problems) != positive
         )
 
 

@@ -39,7 +39,7 @@ def test_the_table_records_what_ran(versions: dict[str, str], reader: str, resul
     """Oracle: the libraries themselves (eval/readers.json). What is said to load has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
-        verdict = readers.load_verdict(reader, KNOWN[case])
+        verdict = readers.engine_support(reader, KNOWN[case])
         needs = [Requirement(need) for need in verdict.needs]
         if KNOWN[case].experts and verdict.loader:
             continue
@@ -64,9 +64,9 @@ def test_the_table_records_what_vllm_ran() -> None:
     for some of what it loads on GPUs."""
     rows = [row for row in json.loads((ROOT / "eval" / "formats.json").read_text()) if "vllm" in row]
     for row in rows:
-        loads = readers.load_verdict("vllm", of_file(row["facts"])).reason is None
+        loads = readers.engine_support("vllm", of_file(row["facts"])).reason is None
         assert loads or row["vllm"] != "runs", row
-    assert sum(readers.load_verdict("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
+    assert sum(readers.engine_support("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
 
 
 # engine -> made-up formats that it loads; by the sources that the table names, read by hand
@@ -86,18 +86,18 @@ LOADS = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_load_what_the_table_says(engine: str) -> None:
-    assert {form for form in FORMATS if readers.load_verdict(engine, facts(form)).reason is None} == LOADS[engine]
+    assert {form for form in FORMATS if readers.engine_support(engine, facts(form)).reason is None} == LOADS[engine]
     for form in FORMATS:
-        reason = readers.load_verdict(engine, facts(form)).reason
+        reason = readers.engine_support(engine, facts(form)).reason
         assert reason is None or (reason[0].islower() and not reason.endswith(".") and "\n" not in reason)
 
 
 def test_gptqmodel_is_named_for_families_with_its_names_only() -> None:
-    assert readers.load_verdict("gptqmodel", facts("gptq-v2-asym")).reason == (
+    assert readers.engine_support("gptqmodel", facts("gptq-v2-asym")).reason == (
         f"it finds no weights of {QWEN} under the names that its files have"
     )
     same = facts("gptq-v2-asym", architecture="Qwen3VLForConditionalGeneration")
-    assert readers.load_verdict("gptqmodel", same).reason is None
+    assert readers.engine_support("gptqmodel", same).reason is None
 
 
 def test_reducers() -> None:
@@ -106,7 +106,7 @@ def test_reducers() -> None:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
         others = {"blind": {"vllm", "mlx"}, "asking": {"vllm"}, "unserved": set()}
         assert loads == {"transformers"} | others[kind]
-    assert "vlmcompress" in readers.load_verdict("vllm", facts("bf16", reducer="blind")).needs
+    assert "vlmcompress" in readers.engine_support("vllm", facts("bf16", reducer="blind")).needs
 
 
 def test_evidence_is_there() -> None:
@@ -148,14 +148,14 @@ def test_an_engine_is_refused_before_it_starts(form: str, engine: str, message: 
     config = {"architectures": [QWEN]} | ({"quantization_config": FORMATS[form]} if FORMATS[form] else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        readers.refuse_unreadable(tmp_path, [engine], "do something else")
+        readers.require_readable(tmp_path, [engine], "do something else")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": {"quant_method": "quip"}}', None])
 def test_unknown_combinations_are_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    readers.refuse_unreadable(tmp_path, ["vllm"], "do something else")
+    readers.require_readable(tmp_path, ["vllm"], "do something else")
 
 
 @pytest.mark.parametrize(("folder", "name"), [("x y", "x-y"), ("a.b_c-d", "a.b_c-d"), ("---", "model")])
@@ -178,5 +178,5 @@ def test_optimum_reads_no_patterns(pattern: str, kept: bool) -> None:
     block = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {pattern: {}}}
     read = readers.gather_facts({"architectures": [QWEN], "quantization_config": block}, "OUT")
     assert read.kept_layers is kept
-    assert (readers.load_verdict("transformers", read).reason is None) is not kept
-    assert readers.load_verdict("vllm", read).reason is None
+    assert (readers.engine_support("transformers", read).reason is None) is not kept
+    assert readers.engine_support("vllm", read).reason is None

@@ -266,7 +266,7 @@ def test_broken_image_of_a_chosen_row(tmp_path):
     table[1]["image"] = [table[1]["image"][0][:60]]
     path = parquet(tmp_path / "a.parquet", table)
     refused(lambda: load_samples(path, samples=None, seed=0), "a.parquet row 2", "cannot be decoded")
-    assert len(load_samples(path, samples=None, seed=0, check_images=False)) == 3
+    assert len(load_samples(path, samples=None, seed=0, decode_images=False)) == 3
 
 
 def test_saved_data_sets(tmp_path):

@@ -22,10 +22,10 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.quantization.inputs import derive_source
-from vlmcompress.quantization.plan import checks
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan import problems as problems_module
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.plan import make_plan
-from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -66,14 +66,14 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 def test_a_scheme_gives_groups_to_another(models):
     """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
-    result = make_plan(recipe(models["llava"], **keys), refuse=False)
+    result = make_plan(recipe(models["llava"], **keys), strict=False)
     formats = {(row.group, row.format): row.blocks for row in result.rows}
     blocks = len(result.blocks)
     assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
     assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
     assert formats["gate_up", "w8a8 fp8 channel"] == 1
-    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, refuse=False).recipe
-    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, refuse=False).problems)
+    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, strict=False).recipe
+    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, strict=False).problems)
 
 
 def test_nvfp4_needs_whole_blocks():
@@ -134,7 +134,7 @@ def test_group_size_that_does_not_divide_names_layer_and_ways_out(models):
     )
     with pytest.raises(UserError, match=message):
         make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
-    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), refuse=False).problems
+    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), strict=False).problems
     assert len(problems) == 4  # one for each group of a block, not for each block
 
 
@@ -142,7 +142,7 @@ def test_the_proposed_group_size_works(models):
     with pytest.raises(UserError, match=r"options\.group_size=(-?\d+)") as error:
         make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
     proposed = int(str(error.value).split("options.group_size=")[1].split()[0])
-    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), refuse=False).problems
+    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), strict=False).problems
 
 
 def test_skip(models):
@@ -183,7 +183,7 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
 )
 def test_the_published_search_needs_its_package(models, monkeypatch, options, advice):
     """Nothing is read before; the search by Gram matrices, where there is one, needs no package."""
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(problems_module, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"
     ):
@@ -202,7 +202,7 @@ def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
 
 def test_target_limits_are_checked(models):
     """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
-    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), refuse=False).problems
+    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), strict=False).problems
     assert problem == []
 
 
@@ -221,9 +221,9 @@ def test_label():
 
 
 def test_every_check_is_in_the_list():
-    functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
+    functions = {function for _, function in inspect.getmembers(problems_module, inspect.isfunction)}
     takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
-    assert takes_a_survey - {checks.plan_problems} == set(checks.CHECKS)
+    assert takes_a_survey - {problems_module.plan_problems} == set(problems_module.CHECKS)
 
 
 def adapted(model: Path, folder: Path) -> Path:
@@ -267,7 +267,7 @@ def test_a_plan_is_final(models):
 
 
 def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:
-    report = examine(resolve({"model": str(model), **settings}, refuse=False).recipe, engine).findings
+    report = examine(resolve({"model": str(model), **settings}, strict=False).recipe, engine).findings
     return {finding.name: finding.detail for finding in report if not finding.ok}
 
 

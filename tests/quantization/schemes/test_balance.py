@@ -7,7 +7,7 @@ import torch
 
 from tests.kit.quant_data import COUNTS, MBQ, WIDTH, collected, losses, slow_gptq, tokens, weight
 from vlmcompress.numerics import fake_quantize, find_params
-from vlmcompress.numerics.statistics.balance import Sensitivity, check_balance
+from vlmcompress.numerics.statistics.balance import Sensitivity, require_balance
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE, GroupStats
 from vlmcompress.quantization.schemes import REGISTRY, awq, gptq, int8, smooth, solve
@@ -184,5 +184,5 @@ def test_a_bad_balance_names_a_remedy(name, balance, message):
 
 
 def test_good_balances():
-    assert check_balance(False) == "off", "YAML reads `off` as false"
+    assert require_balance(False) == "off", "YAML reads `off` as false"
     assert awq.Options(balance={"answer": 1, "vision": 0.5, "text": 0}).balance == MBQ

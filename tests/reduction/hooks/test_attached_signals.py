@@ -145,7 +145,7 @@ def test_signals_of_whole_images(family):
     inputs = encode(vlm, ONE, TWO)
     with attach(vlm, "relevance", given("relevance")) as attached:
         vlm.model(**inputs)
-    images = [reduction.check() for reduction in attached.images()]
+    images = [reduction.require_valid() for reduction in attached.images()]
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     assert sum(len(reduction.target) for reduction in images) == where.sum()
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]

@@ -58,7 +58,7 @@ def test_count_is_the_budget(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_in_raster_order_and_from_the_image(name):
     for grid in GRIDS:
-        result = run(options(name), signals(grid)).check()  # anchors ascend, each a source of its own output
+        result = run(options(name), signals(grid)).require_valid()  # anchors ascend, each a source of its own output
         assert 1 <= len(result.anchor) <= math.prod(grid), grid
         assert result.apply(signals(grid).features).isfinite().all(), grid
 
