@@ -43,7 +43,7 @@ def test_one_sample(tmp_path, capfd, monkeypatch):
     assert "measured_on" in json.loads(output.out) and result["calibration"]["held_out"] == 4
 
 
-def test_it_is_not_rounding_to_nearest():
+def test_one_sample_is_more_than_rounding_to_nearest():
     """Of weights as of one token: the error on it is far below that of rounding, though damping alone made H definite."""
     torch.manual_seed(0)
     weight, x = torch.randn(64, 128), torch.randn(1, 128)
