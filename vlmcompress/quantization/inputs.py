@@ -117,8 +117,8 @@ def read_inputs(
         # Half of each kind where text is mixed in. The further ones are the next in the data's drawn order.
         kinds = 2 if mixed else 1
         count = settings.samples // kinds
-        more = kinds * max(-(-count // HELD_OUT), 4) if hold_out and count else 0  # of fewer an error says little
-        samples, texts = load_mixed(source, mixed, samples=settings.samples + more, seed=recipe.seed, reading=reading)
+        extra = kinds * max(-(-count // HELD_OUT), 4) if hold_out and count else 0  # of fewer an error says little
+        samples, texts = load_mixed(source, mixed, samples=settings.samples + extra, seed=recipe.seed, reading=reading)
         if recipe.reduce:
             video.require_no_videos(samples)
         resize = fit_resize(recipe.resize, vlm, samples[:count])
