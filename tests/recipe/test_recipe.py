@@ -61,7 +61,7 @@ def test_target_gives_the_scheme():
     assert got.origin("scheme") == "target a100"
 
 
-def test_presets_of_other_tools_are_schemes_of_ours(tmp_path):
+def test_presets_of_other_tools_map_to_schemes(tmp_path):
     """In any case, from flags, files and Python, recorded by our name; each alias is in one file and no entry's name."""
     names = {"w4a16": "gptq-plus", "w4a16_asym": "gptq-plus", "INT4": "gptq-plus", "W8A8": "int8", "W8A16": "w8a16"}
     names |= {"FP8_DYNAMIC": "fp8", "fp8": "fp8", "Fp8": "fp8", "FP8": "fp8-static", "FP8-static": "fp8-static"}
@@ -107,7 +107,7 @@ def test_a_preset_means_what_it_means_there(name, capsys):
 
 
 @pytest.mark.parametrize("name", OUR_REASONS)
-def test_a_preset_that_is_not_written_says_why(name):
+def test_an_unsupported_preset_is_refused_with_the_reason(name):
     assert name in PRESET_SCHEMES
     with pytest.raises(UserError, match=f"^scheme {name}: .*; take "):
         resolve(BASE | {"scheme": name})
@@ -186,7 +186,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("text", "message"), ERRORS)
-def test_errors(tmp_path, text, message):
+def test_bad_recipes_are_refused(tmp_path, text, message):
     file = write(tmp_path, text)
     with pytest.raises(UserError, match=message) as error:
         resolve(BASE, file)
@@ -276,7 +276,7 @@ def test_reading_a_recipe_brings_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_frozen():
+def test_a_recipe_is_immutable():
     got = resolve(BASE | {"scheme": "rtn"}).recipe
     with pytest.raises(ValueError):
         got.seed = 4

@@ -156,8 +156,8 @@ def request(args: argparse.Namespace) -> SearchRequest:
             f"--images {args.images} is not a folder; name one with images like those that the model will see"
         )
     for name in (args.data, args.confirm):
-        if name is not None and (problem := hub.data_problem(name, answered=True)):
-            raise UserError(problem)
+        if name is not None:
+            hub.require_data(name, answered=True)
     image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))

@@ -30,7 +30,7 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.model_folder import is_adapter
 from vlmcompress.utils.registry import FORMATS, SCHEMES
 from vlmcompress.utils.settings import Layer, find_recipe, merge
-from vlmcompress.utils.text import check_size
+from vlmcompress.utils.text import require_size
 
 if TYPE_CHECKING:
     from vlmcompress.numerics import Scheme
@@ -160,7 +160,7 @@ class Recipe(_Frozen):
     @field_validator("shard_size")
     @classmethod
     def _size(cls, text: str) -> str:
-        return check_size(text)
+        return require_size(text)
 
     @staticmethod
     def of(model: str | Path, out: str | Path | None = None, *, file: str | Path | None = None, **keys: Any) -> Recipe:
@@ -247,7 +247,7 @@ def resolve(
     settings: Mapping[str, Any],
     file: str | Path | None = None,
     *,
-    refuse: bool = True,
+    strict: bool = True,
     weights: Literal["values", "headers"] = "values",
     caller: str = "command line",
 ) -> Resolved:
@@ -256,7 +256,7 @@ def resolve(
     Args:
         settings: nested values of the command line or caller; absent keys are not set, falsy values are.
         file: a recipe file, or the name of a bundled one.
-        refuse: raise `UserError` for what the target cannot run.
+        strict: raise `UserError` for what the target cannot run.
         weights: which part of a Hub model's weight files is fetched; see `hub.local`.
         caller: name of the source of `settings` in messages.
     """
@@ -265,10 +265,10 @@ def resolve(
         path = find_recipe(file)
         layers.append((f"recipe {path}", yaml_files.read_yaml(path, "recipe")))
     for origin, layer in layers:
-        _check_keys(layer, Recipe.model_fields, "", origin)
+        _require_known_keys(layer, Recipe.model_fields, "", origin)
         for key, part in (("calibrate", Calibrate), ("bits", Bits), ("resize", Resize)):
             if isinstance(layer.get(key), Mapping):
-                _check_keys(layer[key], part.model_fields, f"{key}.", origin)
+                _require_known_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
         layers = reducers.layered(layers)
     layers[1:] = [(origin, _anchored(layer, path.parent)) for origin, layer in layers[1:]]
@@ -282,7 +282,7 @@ def resolve(
     for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
-            registry.check(values[key])
+            registry.require(values[key])
     if "scheme" not in values:
         fewer = values.get("reduce") or values.get("resize")
         alone = " (none leaves the weights as they are)" if fewer else ""
@@ -298,9 +298,9 @@ def resolve(
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
-    if recipe.target and refuse:
+    if recipe.target and strict:
         formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
-        targets.refuse_scheme(recipe.target, *formats)
+        targets.require_scheme(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
     if is_adapter(model) and adapter is None:
@@ -345,7 +345,7 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
     return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
-def _check_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
+def _require_known_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
     for key in settings:
         if key not in allowed:
             raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), allowed)}")
