@@ -46,7 +46,8 @@ class OpenAI(Engine):
 
         try:
             parts = httpx.URL(address)  # as the client reads it
-            valid = parts.scheme in ("http", "https") and bool(parts.host) and (parts.port or 80) in range(1, 65536)
+            port = 80 if parts.port is None else parts.port
+            valid = parts.scheme in ("http", "https") and bool(parts.host) and 0 < port < 65536
         except (httpx.InvalidURL, ValueError):
             valid = False
         if not valid or any(character.isspace() for character in address):
