@@ -350,7 +350,7 @@ def commands() -> Iterator[tuple[str, str]]:
             "--reduce fastv:0.5": "--reduce fastv",
             "--speculative mpt": "did you mean 'mtp'",
             "--speculative mtp:x": "a number from 1 to 100",
-            "--speculative mtp": "the model has no draft head; use ngram",
+            "--speculative mtp": "the model has no MTP head; use ngram",
         },
     )
     yield RECOVER, "recover: nothing to recover from; say with --reduce"
