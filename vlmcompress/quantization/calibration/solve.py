@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.models import HEAD, Group
-from vlmcompress.numerics import ActFormat, QTensor, Scheme, round_activations
+from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_activations
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
@@ -187,7 +187,7 @@ def solve_block(
             solved[group.name] = _solve_group(
                 group, current(group), group_stats, method.of(group), scale_dtype, factorization
             )
-    solved = distributed.merge_dicts(solved)
+    solved = distributed.merge_dicts(solved, (BlockResult, QTensor, Format))
     for group in groups:
         result.add(solved[group.name])
     return result
