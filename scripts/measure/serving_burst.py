@@ -17,7 +17,6 @@ from vlmcompress.evaluation.results import State
 from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load
 from vlmcompress.evaluation.speed.prompts import Prompts
-from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 from vlmcompress.reduction.choice import parse_reducer as parse_reducer
 from vlmcompress.utils.errors import UserError
 
@@ -88,7 +87,7 @@ def burst(
         "request_throughput": measure.figures(run)["request_throughput"],
         "ttft_ms": run.ttft_ms,
         "e2e_ms": run.e2e_ms,
-        "fits": fits(folder, outcomes, counters.cache_config(running)),
+        "fits": fits(outcomes, counters.cache_config(running)),
     }
 
 
@@ -129,9 +128,6 @@ def visual_tokens(variant: Variant) -> int:
     return chosen.reducer.budget((1, SIDE, SIDE))
 
 
-def fits(folder: Path, outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
+def fits(outcomes: Sequence[client.Outcome], cache: Mapping[str, str]) -> float:
     """Number of requests like these that the KV cache holds at once."""
-    per_token = kv_bytes_per_token(folder, cache["cache_dtype"])
-    assert per_token
-    longest = max(outcome.prompt_tokens + outcome.output_tokens for outcome in outcomes)
-    return measure.memory(0, per_token, longest, cache).max_concurrency
+    return measure.requests_at_once(max(o.prompt_tokens + o.output_tokens for o in outcomes), cache)
