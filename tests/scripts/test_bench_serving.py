@@ -80,7 +80,7 @@ def test_ratios_are_those_of_a_turn() -> None:
     assert "| bf16 dart:1/4 | 9 | 0.28 s | 0.25 | 4.00 | 4.00 | 4.0 times |" in serving_table.render(record)
 
 
-def test_a_run_that_is_not_what_it_says_is_refused() -> None:
+def test_a_mislabelled_run_is_refused() -> None:
     good = Outcome(prompt_tokens=290, visual_tokens=256, output_tokens=4)
     none, some = Counters(0, 0), Counters(32, 1)
     serving_burst.check("cold", QUARTER, [good], none, "latency")
@@ -99,7 +99,7 @@ def test_a_run_that_is_not_what_it_says_is_refused() -> None:
         serving_burst.check("warm", QUARTER, [again], some.since(some), "again")
 
 
-def test_what_was_measured_stays_when_a_later_turn_or_group_fails(
+def test_earlier_measurements_stay_when_a_later_turn_or_group_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def run_group(group: str, folders: dict, turns: int, progress: ProgressBar) -> Iterator[list[dict]]:

@@ -40,7 +40,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         assert not place.exists()
 
 
-def test_a_killed_holder(tmp_path: Path) -> None:
+def test_a_killed_holder_frees_the_lock(tmp_path: Path) -> None:
     """Its lock names it while it lives and is free when it is dead, whatever it left."""
     place = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(place)], cwd=ROOT, stdout=subprocess.PIPE) as holder:
@@ -58,7 +58,7 @@ def test_a_killed_holder(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
+def test_waiting_runs_take_turns(tmp_path: Path) -> None:
     """A file that is removed and made anew between two of them lets no two in."""
     place = tmp_path / "lock"
     inside, most, turns = [0], [0], 5
@@ -85,7 +85,7 @@ def test_a_claim_leaves_no_folders(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
+def test_the_output_is_checked_under_the_lock(tmp_path: Path) -> None:
     """Another run may have finished it between the first look and the lock."""
     looks = []
 

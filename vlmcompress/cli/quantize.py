@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> Outcome:
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     recipe, count = resolved.recipe, _flags.devices(args)
     out = recipe.out if args.dry_run else recipe.output
-    model_folder.check_model(recipe.model)
+    model_folder.require_model(recipe.model)
     if out is not None:
-        folders.check_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
+        folders.require_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
     _process.import_transformers()
     if count != 1:
         from vlmcompress.quantization.plan import devices
@@ -83,7 +83,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
     plan = make_plan(recipe)
     preview = preview_data(plan)
     if recipe.out is not None and plan.statistics:
-        folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
+        folders.require_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not (plan.recipe.rotate or plan.recipe.adapter):
         from vlmcompress.quantization import allocate
         from vlmcompress.recipe import resolve
@@ -101,7 +101,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
     facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
     in_vllm = (
-        not other and recipe.get("engine", "vllm") == "vllm" and readers.load_verdict("vllm", facts).reason is None
+        not other and recipe.get("engine", "vllm") == "vllm" and readers.engine_support("vllm", facts).reason is None
     )
     engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
     compare = evaluation_command(out, model, engine)

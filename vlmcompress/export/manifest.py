@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> dict:
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{folder} has no {MANIFEST}; give a folder written by `vlmcompress quantize`")
-    return schema.read_checked(Manifest, path, "quantize again", version=SCHEMA_VERSION)
+    return schema.read_typed(Manifest, path, "quantize again", version=SCHEMA_VERSION)
 
 
 def checkpoint_hash(folder: Path) -> str:

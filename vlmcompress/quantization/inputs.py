@@ -21,7 +21,7 @@ from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
 from vlmcompress.quantization.calibration.block_inputs import Refused
-from vlmcompress.quantization.plan.calibration_data import check_balance_data, data_reason, data_source
+from vlmcompress.quantization.plan.calibration_data import data_reason, data_source, require_balance_data
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.survey import rotation_problems
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens
@@ -108,7 +108,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     with phase("encoding"):
         samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed, reading=reading)
         if recipe.reduce:
-            video.refuse_videos(samples)
+            video.require_no_videos(samples)
         resize = fit_resize(recipe.resize, vlm, samples)
         vlm = resizing.resized(vlm, resize) if resize else vlm
         options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
@@ -128,7 +128,7 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
         skipped={**samples.skipped, **texts.skipped, **usable.skipped},
     )
     origin |= {"resize": resize.model_dump()} if resize else {}
-    check_balance_data(recipe, origin["tokens"], source)
+    require_balance_data(recipe, origin["tokens"], source)
     for line in [*skipped_lines(usable.skipped), *data_notes(origin)]:
         note(line)
     return Inputs(vlm, usable.samples, origin, resize, [every[number].name for number in usable.numbers])
@@ -147,7 +147,7 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     if plan.head:
         models.untie(vlm.model, vlm.spec)
     if plan.statistics:
-        check_balance_data(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
+        require_balance_data(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
         resize, samples = plan.statistics.resize, []
         if recipe.vision_attention or (tokens and tokens.counted):
             resized = recipe.model_copy(update={"resize": resize})

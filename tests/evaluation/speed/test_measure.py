@@ -97,7 +97,7 @@ def test_requests_at_once() -> None:
     assert (requests_at_once(126.5, cache), requests_at_once(128.5, cache)) == (4096, 2048)
 
 
-def test_exposition_format() -> None:
+def test_metrics_are_read_from_the_exposition_format() -> None:
     text = '# HELP a b\n# TYPE a counter\na_total{engine="0",path="C:\\\\x \\"y\\""} 3.0\nplain 1e+09\n\n'
     assert parse_metrics(text) == [
         ("a_total", {"engine": "0", "path": 'C:\\\\x \\"y\\"'}, "3.0"),

@@ -77,7 +77,7 @@ def test_statistics_are_those_of_the_whole_model(family, loaded, prefix):
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen3_vl"])
-def test_behind_a_reducer(model, loaded):
+def test_statistics_are_those_of_the_reduced_model(model, loaded):
     vlm = wide(loaded(model))
     rows = reduced(vlm, encode(samples(), vlm), parse_reducer("uniform:0.5"))
     after = decoder(vlm)

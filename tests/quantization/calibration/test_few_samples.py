@@ -24,7 +24,7 @@ def stats(rows: torch.Tensor) -> GroupStats:
 
 
 @pytest.mark.parametrize("form", ["direct", "stored"])
-def test_one_sample(tmp_path, capfd, monkeypatch, form):
+def test_one_sample_suffices_for_every_scheme(tmp_path, capfd, monkeypatch, form):
     """Exit code 0, one line on stderr and in the manifest, and on its tokens GPTQ beats rounding in every layer."""
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
     extra = ["--samples", "1"]
@@ -46,7 +46,7 @@ def test_one_sample(tmp_path, capfd, monkeypatch, form):
     assert max(errors) < 0.01  # rounding to nearest: 1.2% and more
 
 
-def test_it_is_not_rounding_to_nearest():
+def test_one_sample_is_more_than_rounding_to_nearest():
     """Of weights as of one token: the error on it is far below that of rounding, though damping alone made H definite."""
     torch.manual_seed(0)
     weight, x = torch.randn(64, 128), torch.randn(1, 128)

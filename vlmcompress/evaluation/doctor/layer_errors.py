@@ -155,7 +155,7 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
     return result
 
 
-def incomparable_reasons(before: LayerErrors, after: LayerErrors) -> list[str]:
+def comparison_problems(before: LayerErrors, after: LayerErrors) -> list[str]:
     """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured in the same way."""
     reasons = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):

@@ -90,7 +90,7 @@ class Writer(ExportFormat, Protocol):
 class Reader(ExportFormat, Protocol):
     """A format that can be read."""
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def require_supported(self, config: Mapping[str, Any]) -> None:
         """Raise `UserError` for unsupported settings in a checkpoint's block that may change the meaning of the weights."""
         ...
 

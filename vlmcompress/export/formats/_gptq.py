@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vlmcompress.export.packing import pack_words, to_float16, unpack_words
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, require_known_keys
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -141,15 +141,15 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
     return {"config.json": block, "quantize_config.json": block}
 
 
-def check(config: Mapping) -> None:
+def require_supported(config: Mapping) -> None:
     """Raise `UserError` for unsupported settings of the config block or of a layer in it."""
     only: dict[str, Any] = {**INTEGERS, "is_marlin_format": (False,)}
     only |= dict.fromkeys(("format", "checkpoint_format"), ("gptq", "gptq_v2"))
     numbers = {"bits", "group_size", "sym", "desc_act"}
-    refuse_unknown(config, numbers | {"dynamic"}, IRRELEVANT | {"lm_head"}, only)
+    require_known_keys(config, numbers | {"dynamic"}, IRRELEVANT | {"lm_head"}, only)
     for pattern, override in (config.get("dynamic") or {}).items():
         if not str(pattern).startswith("-:"):
-            refuse_unknown(override, numbers, IRRELEVANT, INTEGERS, f"dynamic.{pattern}.")
+            require_known_keys(override, numbers, IRRELEVANT, INTEGERS, f"dynamic.{pattern}.")
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

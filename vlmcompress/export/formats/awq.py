@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vlmcompress.export.packing import parts, to_float16
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, require_known_keys
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -107,13 +107,13 @@ def configs(layers: Layers) -> dict[str, dict]:
     return {"config.json": block}
 
 
-def check(config: Mapping) -> None:
+def require_supported(config: Mapping) -> None:
     """Raise `UserError` for unsupported settings of the config block; `dynamic` may only exclude layers."""
     read = {"version", "format", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "sym"}
     only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
     dynamic = config.get("dynamic") or {}
     excepted = {"dynamic"} if all(str(pattern).startswith("-:") for pattern in dynamic) else set()
-    refuse_unknown(config, read | excepted, IRRELEVANT | {"modules_to_not_convert", "lm_head"}, only)
+    require_known_keys(config, read | excepted, IRRELEVANT | {"modules_to_not_convert", "lm_head"}, only)
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:

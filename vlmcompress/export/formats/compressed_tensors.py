@@ -33,7 +33,7 @@ from torch import Tensor
 
 from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.models.layer_names import EMBEDDING, Kept, Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -247,7 +247,7 @@ def _activation_args(scheme: Scheme) -> dict | None:
     return _args(fmt.kind, fmt.bits, "token" if fmt.dynamic else "tensor", dynamic=fmt.dynamic)
 
 
-def check(config: Mapping) -> None:
+def require_supported(config: Mapping) -> None:
     """Raise `UserError` for unsupported settings of the config block: rotations at run time, rounded outputs, ...
 
     The arguments of a config group must equal those that we would write for its scheme.
@@ -262,17 +262,17 @@ def check(config: Mapping) -> None:
         "sparsity_config": (config.get("sparsity_config") or {}).get("format") in (None, "dense"),
         "kv_cache_scheme": _meaning(config.get("kv_cache_scheme") or {}) == _meaning(_KV_CACHE),
     }
-    refuse_unknown(config, {"config_groups", "ignore", *(key for key, right in plain.items() if right)}, _ABOUT)
+    require_known_keys(config, {"config_groups", "ignore", *(key for key, right in plain.items() if right)}, _ABOUT)
     for name, group in (config.get("config_groups") or {}).items():
         at = f"config_groups.{name}."
-        refuse_unknown(group, {"targets", "weights", "input_activations"}, {"format"}, at=at)
+        require_known_keys(group, {"targets", "weights", "input_activations"}, {"format"}, at=at)
         scheme = scheme_of(group)
         written = {"weights": _weight_args(scheme.weights), "input_activations": _activation_args(scheme)}
         for part, args in written.items():
             if args is not None:
-                refuse_unknown(group[part], _ARGUMENTS, _OBSERVED, _ORDERS, f"{at}{part}.")
+                require_known_keys(group[part], _ARGUMENTS, _OBSERVED, _ORDERS, f"{at}{part}.")
                 same = {key: (value,) for key, value in _meaning(args).items()}
-                refuse_unknown(_meaning(group[part]), (), (), same, f"{at}{part}.")
+                require_known_keys(_meaning(group[part]), (), (), same, f"{at}{part}.")
 
 
 def _meaning(args: Mapping) -> dict[str, Any]:

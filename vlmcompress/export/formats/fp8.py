@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vlmcompress.models.layer_names import Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -44,7 +44,7 @@ def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec
     return layer | ({"input_scale": Spec(dtype, ())} if static else {})
 
 
-def check(config: Mapping) -> None:
+def require_supported(config: Mapping) -> None:
     """Raise `UserError` for unsupported settings of the config block."""
     only = {
         "activation_scheme": ("dynamic", "static"),
@@ -52,7 +52,7 @@ def check(config: Mapping) -> None:
         "scale_fmt": ("float",),
         "is_checkpoint_fp8_serialized": (True,),
     }
-    refuse_unknown(
+    require_known_keys(
         config, {"weight_block_size", "modules_to_not_convert", "ignored_layers"}, {"quant_method", "dequantize"}, only
     )
 

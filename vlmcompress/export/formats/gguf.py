@@ -28,7 +28,7 @@ from torch import Tensor
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.plan import TensorPlan, check_complete, planned
+from vlmcompress.export.gguf.plan import TensorPlan, planned, require_complete
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
@@ -94,7 +94,7 @@ def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> lis
         return ["the package gguf is not installed; pip install '.[gguf]' in the checkout of vlmcompress"]
     if family not in REGISTRY:
         return [f"GGUF does not support the family {family}, only {', '.join(REGISTRY.names())}; write another format"]
-    reasons = REGISTRY.get(family).FAMILY.check(ModelFacts(config, {}))
+    reasons = REGISTRY.get(family).FAMILY.problems(ModelFacts(config, {}))
     try:
         metadata(folder, config["text_config"]["vocab_size"], config)
     except UserError as error:
@@ -149,7 +149,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
         MMPROJ: ("clip", gguf_family.vision, planned(gguf_family.vision, parts, facts, "vision")),
     }
     tensors = [plan for *_, plans in files.values() for plan in plans]
-    check_complete(gguf_family, parts, tensors)
+    require_complete(gguf_family, parts, tensors)
     total, done = sum(plan.nbytes for plan in tensors), 0
     for name, (architecture, model, plans) in files.items():
         keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 from vlmcompress.export.formats import _gptq
-from vlmcompress.export.formats._gptq import check, problems, quantizes, scheme_in, specs
+from vlmcompress.export.formats._gptq import problems, quantizes, require_supported, scheme_in, specs
 from vlmcompress.numerics import Scheme
 from vlmcompress.utils.errors import UserError
 
-__all__ = ["check", "problems", "scheme_in", "specs", "quantizes"]
+__all__ = ["problems", "quantizes", "require_supported", "scheme_in", "specs"]
 
 FORMAT = "gptq"
 KV_SCALES = None

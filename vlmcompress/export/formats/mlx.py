@@ -33,7 +33,7 @@ from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.export.readers import ENGINES
 from vlmcompress.models import all_specs
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import FLOAT8, MXFP4, MXFP8, NVFP4, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Entry, Spec
@@ -167,14 +167,14 @@ def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
     )
 
 
-def check(config: Mapping[str, Any]) -> None:
+def require_supported(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for unsupported settings of the config block or of a layer in it."""
     read, layers = {"group_size", "bits", "mode", "symmetric"}, dict[str, Any]()
     for key, value in config.items():
         layers |= {key: value} if isinstance(value, (Mapping, bool)) and key not in read else {}
-    refuse_unknown(config, read | layers.keys(), {"quant_method"})
+    require_known_keys(config, read | layers.keys(), {"quant_method"})
     for key, value in layers.items():
-        refuse_unknown(value if isinstance(value, Mapping) else {}, read, (), None, f"{key}.")
+        require_known_keys(value if isinstance(value, Mapping) else {}, read, (), None, f"{key}.")
 
 
 def renamed(entries: Sequence[Entry], state: Mapping[str, Tensor]) -> list[Entry]:

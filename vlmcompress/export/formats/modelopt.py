@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -126,7 +126,7 @@ def configs(layers: Layers) -> dict[str, dict]:
     }
 
 
-def check(config: Mapping) -> None:
+def require_supported(config: Mapping) -> None:
     """Raise `UserError` for unsupported settings of the config block or of a layer in it.
 
     `config_groups` repeat the meaning of `quant_algo` (ModelOpt's `convert_hf_quant_config_format`).
@@ -135,11 +135,11 @@ def check(config: Mapping) -> None:
     layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
     only = {**layer, "kv_cache_scheme": kv, "kv_cache_quant_algo": kv}
     read = {"quant_algo", "quantized_layers", "ignore", "exclude_modules"}
-    refuse_unknown(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
+    require_known_keys(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
     quantization = config.get("quantization") or {}
-    refuse_unknown(quantization, read, (), only, "quantization.")
+    require_known_keys(quantization, read, (), only, "quantization.")
     for name, of_layer in ((quantization or config).get("quantized_layers") or {}).items():
-        refuse_unknown(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
+        require_known_keys(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
 
 
 def scheme_in(config: Mapping, names: Names, stored: Mapping[str, Spec], shape: tuple[int, int]) -> Scheme | None:
