@@ -70,6 +70,20 @@ def test_videos_are_off_by_default(checkpoint: Path) -> None:
         arguments_of(checkpoint, videos=-1)
 
 
+def test_a_server_that_others_reach_is_told_what_it_fetches(checkpoint: Path) -> None:
+    """One warning, where no flag says which hosts images may come from; this machine alone gets none."""
+    warned = {
+        host: sum(line.startswith("warning: ") for line in remarks(arguments_of(checkpoint, host=host, extra=extra)))
+        for host, extra in (
+            ("0.0.0.0", []),
+            ("127.0.0.1", []),
+            ("10.0.0.7", ["--allowed-media-domains", "example.org"]),
+            ("::", ["--host", "localhost"]),
+        )
+    }
+    assert warned == {"0.0.0.0": 1, "127.0.0.1": 0, "10.0.0.7": 0, "::": 0}
+
+
 @pytest.mark.parametrize(
     ("reducer", "query_aware"),
     [("relevance:0.5", True), ("dart:0.5", False)],

@@ -97,3 +97,18 @@ def test_the_output_is_checked_under_the_lock(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="out exists"), locked_output(tmp_path / "out", check):
         pass
     assert looks == [False, True] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_work_folder_that_is_a_link_is_refused(restart: bool, tmp_path: Path) -> None:
+    """Whoever may write next to OUT could have put it there; nothing is written or deleted where it leads."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (tmp_path / ".out.work").symlink_to(elsewhere)
+    with (
+        pytest.raises(UserError, match=r"\.out\.work is a link, .*; remove it"),
+        locked_output(tmp_path / "out", restart=restart) as work,
+    ):
+        work.expect({"model": "m"})
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]

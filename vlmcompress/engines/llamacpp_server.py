@@ -142,7 +142,8 @@ def gguf_server(model: str | Path, *, max_model_len: int | None, slots: int) -> 
 
 
 def main() -> None:
-    """Serve until a signal ends this process."""
+    """Serve until a signal ends this process, at once: xllamacpp's `~Server` can wait for ever when Python exits."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     folder, host, port, context, slots, *rest = sys.argv[1:]
     if "end-with-parent" in rest:
         import runpy

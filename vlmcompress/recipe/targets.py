@@ -413,7 +413,7 @@ _MI300X = Target(
 # `kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
 # `v1/attention/backends/cpu_attn.py`: the head sizes.
 # `fused_moe/experts/cpu_moe.py`: experts, in 16 bits everywhere, `CPUExpertsInt4` and `CPUExpertsInt8` with AMX.
-# Speeds: of 12 clients on two cores with AVX-512, by `scripts/measure/bench_serving.py`; a test holds them to its results.
+# Speeds: of 12 clients on two cores with AVX-512, in `eval/serving.json`; a test holds them to it.
 _CPU = Target(
     title="vLLM's CPU build",
     memory=None,

@@ -63,6 +63,8 @@ class WorkFolder:
             if not distributed.is_main():
                 return
             with folders.user_errors(self.folder):
+                if self.folder.is_symlink():
+                    raise UserError(f"{self.folder} is a link, and unfinished work goes nowhere else; remove it")
                 if self._restart and self.folder.exists():
                     shutil.rmtree(self.folder)
                 self._restart, before = False, {} if self._is_empty() else self._settings()

@@ -111,7 +111,8 @@ def test_a_script_starts_its_engine(name: str, tmp_path: Path) -> None:
     assert flags[flags.index(port) + 1] == "9"
     assert {"--trust-remote-code", "--trust_remote_code"} & set(flags)
     assert any(flag.startswith(("--tensor-parallel", "--tp")) for flag in flags)
-    called_program, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0")
+    called_program, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0", MEDIA_DOMAINS="a.org b.org")
+    assert ("--allowed-media-domains a.org b.org" in " ".join(flags)) is (program == "vllm")
     assert flags[len(start)] == "elsewhere" and "0.0.0.0" in flags
 
 
@@ -199,8 +200,9 @@ def test_roles_of_separated_stages(role: str, tmp_path: Path) -> None:
     assert not encoder or encoder["ec_connector_extra_config"] == {"shared_storage_path": str(store)}
     assert keys.get("kv_role") == {"prefill": "kv_producer", "decode": "kv_consumer"}.get(role)
     assert ("--mm-encoder-only" in values) is ("--kv-cache-dtype" not in values) is (role == "encode")
-    done = subprocess.run(["sh", script, "nonsense"], env={"STORE": str(store)}, capture_output=True, text=True)
-    assert done.returncode == 2 and "no role nonsense" in done.stderr
+    for word, stores, line in (("nonsense", {"STORE": str(store)}, "no role nonsense"), ("encode", {}, "mktemp -d")):
+        done = subprocess.run(["sh", script, word], env=stores, capture_output=True, text=True)
+        assert done.returncode == 2 and line in done.stderr
 
 
 def test_containers(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM rejects requests with `mm_processor_kwargs` (status 400)
+DOMAINS = "--allowed-media-domains"
 HOST = "127.0.0.1"
 AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
@@ -236,6 +237,12 @@ def remarks(arguments: Sequence[str]) -> list[str]:
     names, lines = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
         lines.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
+    listens = speculation.last_setting(arguments, ("--host",))
+    if listens not in (HOST, "localhost", "::1") and DOMAINS not in names:
+        lines.append(
+            f"warning: whoever reaches {listens} can have this server fetch any http address, also of its own network; "
+            f"{DOMAINS} HOST,... names those that it may."
+        )
     if TRUST in names and f"--no-{TRUST[2:]}" not in names:
         lines.append(
             "The reducer reads the question: all words of the prompt, or a request's "

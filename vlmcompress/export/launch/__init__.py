@@ -27,7 +27,8 @@ __all__ = ["REGISTRY", "commands", "render_launch_files", "refusal"]
 
 _NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and override those in the file:
 `PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
-an API key and a proxy in front of anything that others can reach."""
+an API key and a proxy in front of anything that others can reach. Servers fetch images from any address that a request
+names; vLLM's only from the hosts in MEDIA_DOMAINS (`"a.org b.org"`), if that is set."""
 _LENGTHS = {"vllm.sh": "--max-model-len", "llamacpp.sh": "--ctx-size"}  # the flag of a context's length
 _DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/metrics` of the server): import it in Grafana and
 choose the data source."""
