@@ -118,7 +118,7 @@ def test_drafted_tokens_are_shown_for_each_side() -> None:
     changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
     seconds = {"baseline": 40 * 0.02, "candidate": 40 * 0.037}
     changed = [run.model_copy(update={"decode_seconds": seconds[run.side], "tpot_ms": [0.01]}) for run in changed]
-    found = findings(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
+    report = findings(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
     row = ("candidate, cold", "12", "6", "50.0%", "100%, 50%, 0%", "2.50", "2.00 of the baseline's")
-    assert found.drafting[1:] == [row]
-    assert all(cell in text for text in (tables(found), markdown(found).replace("\\", "")) for cell in row)
+    assert report.drafting[1:] == [row]
+    assert all(cell in text for text in (tables(report), markdown(report).replace("\\", "")) for cell in row)
