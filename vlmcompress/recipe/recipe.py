@@ -14,7 +14,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -107,7 +106,7 @@ class Recipe(_Frozen):
         engine: engine that will run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
         shard_size: size of the largest file of weights.
-        format: name of a module in `vlmcompress.export.formats`.
+        format: name of a file in `vlmcompress/export/formats`.
         mmproj: with the format `gguf`, type of the matrices of tower and projector; None: `q8_0` if a layer of the decoder is
             quantized, else `f16`; those of a float32 model stay float32.
     """
@@ -207,14 +206,14 @@ class Recipe(_Frozen):
         return adapters.inputs_folder(self.model, self.adapter)
 
     @property
-    def exporter(self) -> ModuleType:
-        """The module in `vlmcompress.export.formats` of the format that is written."""
+    def exporter(self) -> Any:
+        """The format that is written, an `ExportFormat` of `vlmcompress.export.formats`."""
         return FORMATS.get(self.format)
 
     @property
     def group_size(self) -> int:
         """Columns that share a scale of 8-bit integers outside the decoder blocks; -1: a row, where the format has such."""
-        return getattr(self.exporter, "GROUP_SIZE", -1)
+        return self.exporter.GROUP_SIZE or -1
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
