@@ -46,9 +46,10 @@ calibrate:
   samples: 256
 ```
 
-`--recipe` takes a file or a name of `vlmcompress list recipes`. Schemes are explained in
-[quantization](quantization.md), reducers in [visual tokens](visual-tokens.md). `scripts/recipe_reference.py` prints this
-page from the classes that check a recipe.
+`--recipe` takes a file or a name of `vlmcompress list recipes`. **Paths in a recipe file are relative to its folder**,
+those of flags and `--set` to the current one; images that a data file names are relative to the data file. Schemes are
+explained in [quantization](quantization.md), reducers in [visual tokens](visual-tokens.md).
+`scripts/recipe_reference.py` prints this page from the classes that check a recipe.
 """
 
 SELECTING = """\

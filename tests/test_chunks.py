@@ -70,7 +70,7 @@ def in_pieces(compute: Callable[[], Any], **pieces: tuple[Any, ...]) -> tuple[An
 
 @pytest.mark.parametrize("later", [0, 1, PIECE])
 @pytest.mark.parametrize("first", SIZES)
-def test_rows_that_wait_for_a_product(first, later, generator, monkeypatch):
+def test_rows_that_are_multiplied_at_once(first, later, generator, monkeypatch):
     """Batches of which a modality fills the waiting rows exactly, or takes no part, leave nothing to wait and lose nothing."""
     monkeypatch.setattr(collect, "ROWS", PIECE)
     collector = Collector(5, ["gram", "absmax", "absmean", "cross"])

@@ -37,7 +37,6 @@ from vlmcompress.utils.settings import bundled_recipes
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-WIDTH = 120
 
 
 def fenced(kind: str) -> list[tuple[str, str]]:
@@ -102,7 +101,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("line", PLANNED)
-def test_commands_work_on_a_model_of_the_readers_own(line, place, monkeypatch, capsys):
+def test_commands_work_on_another_model(line, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     words = [re.sub(r"^Qwen/.*", "MODEL", word) for word in shlex.split(line, comments=True)[1:]]
     if words[0] == "quantize" and "--dry-run" not in words:
@@ -158,7 +157,7 @@ def test_each_name_of_a_contract_begins_a_line(folder):
     assert re.findall(r"^    (?:def )?(\w+)", text, re.MULTILINE) == CONTRACTS[folder].split()
 
 
-def test_the_stations_of_walks_are_there():
+def test_files_of_the_walks_exist():
     """docs/architecture.md: at most twelve stations a walk, each with a file and a name that is defined in it."""
     _, _, text = TEXTS["docs/architecture.md"].partition("\n## Three walks\n")
     walks = text.split("\n### ")[1:]
@@ -197,18 +196,6 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def test_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 160
-
-
-@pytest.mark.parametrize("page", TEXTS)
-def test_lines_are_short(page):
-    """But for tables, and for what scripts print."""
-    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", TEXTS[page], flags=re.DOTALL)
-    if page != "docs/recipes.md":
-        assert not [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")]
-
-
 @pytest.mark.parametrize(
     ("script", "section"),
     [
@@ -220,18 +207,18 @@ def test_lines_are_short(page):
         ("bench_accuracy", "pages"),
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
-        ("mlx_weights", "mlx"),
+        ("earlier", "mlx"),
         ("bench_reducers", "reducers"),
         ("earlier", "joint"),
-        ("bench_serving", "serving"),
+        ("earlier", "serving"),
         ("simulate_statistics", "statistics"),
         ("simulate_statistics", "images"),
         ("earlier", "full_size"),
         ("earlier", "full_width"),
-        ("peers", "peers"),
+        ("earlier", "peers"),
         ("earlier", "growth"),
         ("earlier", "engine_costs"),
-        ("gguf_weights", "gguf"),
+        ("earlier", "gguf"),
         ("earlier", "drafts"),
         ("earlier", "engines"),
         ("earlier", "searches"),
@@ -247,7 +234,7 @@ def test_tables_are_the_measured_ones(script, section):
     assert between(section) == "\n".join(table), f"run scripts/measure/{script}.py --render and put it into docs"
 
 
-def test_the_page_of_models_has_all_of_them():
+def test_the_page_of_models_is_complete():
     """Families with their model types, and those that are not supported with the reason."""
     from vlmcompress.models import UNSUPPORTED, all_specs
 
@@ -275,7 +262,7 @@ PATCHES = {
 }
 
 
-def test_the_session_of_a_plan_is_what_plan_prints(tmp_path, monkeypatch, capsys):
+def test_the_example_of_plan_is_its_output(tmp_path, monkeypatch, capsys):
     command, *session = between("plan").strip("`\n").splitlines()
     words = shlex.split(command.removeprefix("$ "))
     folder = tmp_path / words[2]
@@ -329,7 +316,7 @@ def fields(model: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def test_formats_has_every_field():
+def test_formats_documents_every_field():
     text = TEXTS["docs/formats.md"]
     classes = [cls for cls in vars(results).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
     expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}

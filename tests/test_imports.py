@@ -33,7 +33,7 @@ def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def test_modules_that_make_a_test_no_quick_one_exist():
+def test_modules_that_exclude_a_test_from_quick_exist():
     assert {name for name in WAYS if name.startswith("vlmcompress.")} <= {*MODULES}
 
 
@@ -78,7 +78,7 @@ def test_no_circle_between_files():
     assert not left, f"in circles, or above one: {sorted(left)}"
 
 
-def test_nothing_imports_what_is_not_installed():
+def test_every_import_is_a_declared_dependency():
     for module in MODULES:
         assert not any(below(name, "eval", "tests", "scripts") for name in imports(module)), module
 

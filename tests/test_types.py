@@ -39,7 +39,7 @@ follow_imports = "skip"
 
 
 @pytest.mark.parametrize("libraries", ["unread", pytest.param("read", marks=pytest.mark.slow)])
-def test_types(libraries: str, tmp_path) -> None:
+def test_mypy_finds_no_problem(libraries: str, tmp_path) -> None:
     options = []
     if libraries == "unread":
         config = tmp_path / "pyproject.toml"

@@ -35,7 +35,8 @@ VAGUE = {
 # Dialect: refused as a part of any name.
 DIALECT = {
     "learnt": "learned", "unlearnt": "untrained", "asks": "query_aware", "handed": "passed", "beside": "next_to",
-    "standing": "state", "worth": "score", "residues": "residual",
+    "standing": "state", "worth": "score", "residues": "residual", "fault": "problem", "faults": "problems",
+    "refusal": "problem",
 }  # fmt: skip
 
 # `behind` is an option of the scheme `qronos`, and recipes name it so.
@@ -69,7 +70,7 @@ def parts(name: str) -> set[str]:
     return set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
 
 
-def faults(tree: ast.AST, file: str) -> list[str]:
+def name_problems(tree: ast.AST, file: str) -> list[str]:
     """Names to change, with their lines."""
     names = [(line, name) for line, name in bound(tree) if (file, name) not in ALLOWED]
     vague = [f"{line} {name}" for line, name in names if name in VAGUE]
@@ -84,17 +85,28 @@ def faults(tree: ast.AST, file: str) -> list[str]:
 @pytest.mark.parametrize("folder", ["vlmcompress", "scripts", "tests", "eval"])
 def test_names_say_what_a_thing_is(folder: str) -> None:
     names = [
-        f"{file.relative_to(ROOT)}:{fault}"
+        f"{file.relative_to(ROOT)}:{problem}"
         for file in sorted((ROOT / folder).rglob("*.py"))
-        for fault in faults(ast.parse(file.read_text()), file.name)
+        for problem in name_problems(ast.parse(file.read_text()), file.name)
     ]
     assert not names, f"{len(names)} names to change: {names[:20]}"
+
+
+def test_problems_have_one_word() -> None:
+    """What a user must change is returned by `..._problem(s)` and raised by `require_...`; no other name says "no"."""
+    functions = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in sorted((ROOT / "vlmcompress").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and {"check", "checked", "refuse"} & {node.name.strip("_").split("_")[0]}
+    ]
+    assert not functions, functions
 
 
 def test_examples_use_the_same_words() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
-            assert not faults(ast.parse(code), page.name)
+            assert not name_problems(ast.parse(code), page.name)
 
 
 def test_every_way_to_bind_a_name_counts() -> None:
@@ -110,7 +122,7 @@ def f(asked, *own, given=1, **known):
 class HandedOn:
     def left_beside(self): self.learnt = 1
 """
-    text = " ".join(faults(ast.parse(source), "example.py"))
+    text = " ".join(name_problems(ast.parse(source), "example.py"))
     assert {"HandedOn:", "left_beside:", "learnt:"} | {"more", "own", "given", "known", "told", "wanted"} <= set(
         text.split()
     )

@@ -19,7 +19,7 @@ def render(parts: Parts) -> str:
     if not ran:
         return EMPTY
     sections = [_machine(ran), _steps(parts), _quantized(ran), _layers(ran), _triton(ran), _reducers(ran), _prefill(ran),
-                _trained(ran), _kernels(ran), _served(ran), _faults(ran)]  # fmt: skip
+                _trained(ran), _kernels(ran), _served(ran), _number_problems(ran)]  # fmt: skip
     return "\n\n".join(text for text in sections if text)
 
 
@@ -173,7 +173,7 @@ def _served(ran: Parts) -> str:
     return "\n".join(lines)
 
 
-def _faults(ran: Parts) -> str:
+def _number_problems(ran: Parts) -> str:
     lines = [
         f"* **{name}** failed: {' / '.join(part['error'])}" for name, part in ran.items() if part["status"] == "failed"
     ]

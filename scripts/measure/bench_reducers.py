@@ -128,7 +128,7 @@ def askable(split: str) -> list[str]:
 def samples(model: str, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family with images, all for None."""
     chosen, counts = [], dict[str | None, int]()
-    for sample in load_samples(questions_of(model, split), samples=None, seed=0, check_images=False):
+    for sample in load_samples(questions_of(model, split), samples=None, seed=0, decode_images=False):
         counts[sample.family] = 1 + counts.get(sample.family, 0)
         if sample.images and (per_family is None or counts[sample.family] <= per_family):
             chosen.append(sample)

@@ -184,7 +184,7 @@ def _stock(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, d
 
 def chosen(model: Path, split: str, per_family: int | None) -> list[Sample]:
     """Choose the first `per_family` questions of each family of a split."""
-    samples = load_samples(bundled_data(model, split), samples=None, seed=0, check_images=False)
+    samples = load_samples(bundled_data(model, split), samples=None, seed=0, decode_images=False)
     counts: dict[str, int] = {}
     kept = []
     for sample in samples:

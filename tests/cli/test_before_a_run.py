@@ -58,7 +58,7 @@ def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, flags):
 @pytest.mark.parametrize(
     ("flags", "what"), [(["--kv-cache", "fp8"], "an FP8 KV cache (kv_cache)"), (["--scheme", "awq"], "scheme 'awq'")]
 )
-def test_what_needs_images_is_named(capfd, model, tmp_path, flags, what):
+def test_data_without_images_are_refused_where_the_recipe_needs_images(capfd, model, tmp_path, flags, what):
     """FP8 weights need none; the KV cache's scales do."""
     command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "fp8", "--dry-run", *flags]
     command += ["--set", "options.group_size=64"] if "awq" in flags else []
@@ -75,7 +75,7 @@ def test_what_needs_images_is_named(capfd, model, tmp_path, flags, what):
         ({"question": "q"}, "have no answer tokens, which options.balance weighs"),
     ],
 )
-def test_data_are_looked_at_before_a_run(capfd, model, tmp_path, row, says):
+def test_data_are_checked_before_a_run(capfd, model, tmp_path, row, says):
     """`--dry-run` and `check` say the very line with which the run would end."""
     (tmp_path / "calib.jsonl").write_text(json.dumps(row))
     command = [str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", "--calib", str(tmp_path / "calib.jsonl")]
@@ -135,7 +135,7 @@ def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, ro
     assert says in capfd.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_columns_and_bad_rows_on_the_command_line(capfd, model, tmp_path):
+def test_columns_and_skipped_rows_are_flags(capfd, model, tmp_path):
     rows = [{"q": "2+2?", "a": "4"}] * 8 + [{"q": ""}]
     (tmp_path / "calib.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["quantize", str(model), *GPTQ, str(tmp_path / "calib.jsonl")]
@@ -174,7 +174,7 @@ def test_a_calibration_skips_what_the_model_cannot_take(capfd, tmp_path):
     ]
 
 
-def test_calibration_on_text_alone_is_said(capfd, model, calib, tmp_path):
+def test_calibration_on_text_alone_warns(capfd, model, calib, tmp_path):
     """While the run can still be stopped, and in what it leaves."""
     out = tmp_path / "out"
     options = ["--scheme", "awq", "--set", "options.group_size=64", "--set", "options.grid=3"]
@@ -185,7 +185,7 @@ def test_calibration_on_text_alone_is_said(capfd, model, calib, tmp_path):
     assert warning.startswith(line)
 
 
-def test_an_output_is_looked_at_before_a_run(capfd, model, tmp_path):
+def test_an_output_folder_is_checked_before_a_run(capfd, model, tmp_path):
     command = [str(model), "-o", str(tmp_path), "--scheme", "rtn", "--set", "options.group_size=64"]
     (tmp_path / "somebody's.txt").touch()
     for form, says in [
@@ -197,7 +197,7 @@ def test_an_output_is_looked_at_before_a_run(capfd, model, tmp_path):
         assert says in "".join(capfd.readouterr())
 
 
-def test_command_line_wins_over_the_recipe(capfd, model, calib, tmp_path):
+def test_flags_override_the_recipe(capfd, model, calib, tmp_path):
     (tmp_path / "r.yaml").write_text("scheme: gptq\nseed: 5\noptions: {group_size: 32}\n")
     arguments = ["quantize", str(model), "--recipe", str(tmp_path / "r.yaml"), "--seed", "0", "--dry-run", "--json"]
     arguments += calib

@@ -41,7 +41,7 @@ def replaced(monkeypatch, verb):
     monkeypatch.setattr(cli.VERBS.get("list"), "run", verb)
 
 
-def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
+def test_quantize_in_a_new_process(model, tmp_path, capfd):
     """One JSON object on stdout, nothing on stderr (no terminal, no bars), a whole OUT; then OUT exists."""
     out = tmp_path / "out"
     done = run("quantize", model, "-o", out, "--scheme", "rtn", "--set", "options.group_size=64", "--json")
@@ -60,7 +60,7 @@ def test_quantize_in_a_process_of_its_own(model, tmp_path, capfd):
     assert again.out == "" and again.err.startswith("error: output ") and again.err.count("\n") == 1
 
 
-def test_every_verb_has_its_place(capfd, monkeypatch):
+def test_every_verb_is_in_help(capfd, monkeypatch):
     """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
     monkeypatch.setenv("COLUMNS", "60")
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
@@ -157,7 +157,7 @@ def test_a_verb_is_one_file(capfd, monkeypatch, tmp_path):
     assert "did you mean 'say-hello'" in capfd.readouterr().err
 
 
-def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
+def test_a_verb_of_another_package(capfd, monkeypatch, tmp_path):
     """A distribution with an entry point of the group adds a verb; one with a name that exists is refused."""
     (tmp_path / "their_verb.py").write_text(GREET)
     info = tmp_path / "their_verb-1.dist-info"
@@ -177,7 +177,7 @@ def test_a_verb_of_a_third_party(capfd, monkeypatch, tmp_path):
     assert "entry point 'their_verb' takes the verb name 'list', which exists" in capfd.readouterr().err
 
 
-def test_only_the_verb_that_is_asked_for_is_imported():
+def test_only_the_verb_that_runs_is_imported():
     code = (
         "import sys; from vlmcompress.cli import parse\n"
         "parse(['doctor', 'm'])\n"
@@ -237,7 +237,7 @@ IMPORTS = {
 }
 
 
-def test_what_calls_import(model, tmp_path):
+def test_modules_that_each_command_imports(model, tmp_path):
     """A verb that only looks, and an error that needs no model, import no more than they need: each library takes a second."""
     code = (
         "import json, sys; from vlmcompress.cli import main\nimports = {}\n"
@@ -297,7 +297,7 @@ def test_check(capfd, model):
     assert [finding["name"] for finding in data["findings"] if not finding["ok"]] == ["vllm: decoder"]
 
 
-def test_doctor_of_a_folder_that_is_none(capfd, tmp_path):
+def test_doctor_refuses_a_missing_folder(capfd, tmp_path):
     assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out
@@ -320,7 +320,7 @@ def test_a_target_with_one_scheme_names_it_once(capfd):
     assert any("gptq-plus by default, int8 for throughput" in line for line in lines)
 
 
-def test_list_reducers_says_what_their_modules_say(capfd):
+def test_list_reducers_prints_their_docstrings(capfd):
     from vlmcompress.reduction.choice import parse_reducer
     from vlmcompress.reduction.methods import REGISTRY
     from vlmcompress.reduction.support import SERVED_FAMILIES, engine_problem
@@ -361,7 +361,7 @@ def test_methods_that_beat_no_baseline_are_labelled():
     assert len(labelled) > 1 and "divprune" in won
 
 
-def test_stdout_holds_nothing_but_the_object(capfd, monkeypatch):
+def test_json_output_is_one_object_alone(capfd, monkeypatch):
     """Python, the descriptor and child processes print; only JSON arrives."""
 
     def noisy(_args):
@@ -416,7 +416,7 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert message in output and output.count("\n") == 1
 
 
-def test_a_limit_of_memory_is_named(capfd, monkeypatch):
+def test_a_memory_limit_is_named(capfd, monkeypatch):
     """`ulimit -v`, which counts the mapped files of a model."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     replaced(monkeypatch, raising(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))))
@@ -428,7 +428,7 @@ def test_a_limit_of_memory_is_named(capfd, monkeypatch):
     assert "error: out of memory: this process is limited to 70.4 TB, in which its libraries" in capfd.readouterr().err
 
 
-def test_interrupted_quantize_says_how_to_go_on(capfd, monkeypatch):
+def test_interrupted_quantize_prints_how_to_continue(capfd, monkeypatch):
     monkeypatch.setattr(cli.VERBS.get("quantize"), "run", raising(KeyboardInterrupt()))
     assert cli.main(["quantize", "m", "--scheme", "rtn"]) == 130
     assert capfd.readouterr().err == "interrupted; the same command goes on from here\n"

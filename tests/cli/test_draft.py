@@ -26,7 +26,7 @@ from vlmcompress.models.data import Sample
 from vlmcompress.models.data.encode import ANSWER, TEXT, VISION, encode_prompt
 from vlmcompress.recipe import resolve
 from vlmcompress.training import eagle3, teacher_cache
-from vlmcompress.training.draft import _check_answers, guessable
+from vlmcompress.training.draft import _require_answers, guessable
 from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.utils import identity
 from vlmcompress.utils.errors import UserError
@@ -127,7 +127,7 @@ class Trained:
         assert said > 6
 
 
-def test_what_is_written(draft, reduced, capsys):
+def test_a_draft_checkpoint_has_all_its_files(draft, reduced, capsys):
     facts = json.loads((draft / draft_folder.FACTS).read_text())
     assert facts["target"]["content_sha256"] == identity.model_hash(reduced)
     assert facts["reduce"]["method"] == "uniform" and facts["images"]["images"] == "all"
@@ -142,7 +142,7 @@ def test_what_is_written(draft, reduced, capsys):
 
 
 @pytest.mark.engine
-def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
+def test_vllm_drafts_as_in_training_and_answers_stay_the_same(draft, reduced, data):
     """Every guess is the one that training's code makes, with M-RoPE, a reducer, and features and a vector of the image; in
     the second engine the image is cut by a step's budget. The last question is the first one again, which finds its image in
     the prefix cache, that others in between found a part of."""
@@ -175,7 +175,7 @@ def test_vllm_guesses_as_in_training_and_answers_as_ever(draft, reduced, data):
     ],
     ids=lambda flags: " ".join(flags) or "hidden",
 )
-def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
+def test_every_kind_of_draft_runs_in_vllm(family, flags, data, tmp_path, capsys):
     """What the test above shows of one form, of all, with plain RoPE, too; of Medusa with few words and a reducer, and in vLLM
     0.33, which has none any more, that it is refused."""
     target, out = roomy(family, tmp_path / "target"), tmp_path / "draft"
@@ -200,7 +200,7 @@ def test_every_kind_in_vllm(family, flags, data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_bytes(plain, data, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_continues_to_the_same_bytes(plain, data, tmp_path, capsys, monkeypatch):
     """With a vocabulary of 50 tokens, by vLLM's tables; and a draft of this one for another checkpoint begins with it."""
     arguments = ("draft", plain, "--calib", data, *FEW, *FEWER, "--vocabulary", 50)
     code, _, err = run(capsys, *arguments, "-o", tmp_path / "whole")
@@ -236,7 +236,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(plain, data, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_nan_in_training_stops_it_and_the_best_is_kept(plain, data, tmp_path, capsys, monkeypatch):
+def test_nan_in_training_stops_it_and_keeps_the_best(plain, data, tmp_path, capsys, monkeypatch):
     """And a first step that is not finite leaves nothing."""
     arguments = ("draft", plain, "--calib", data, *FEW, *FEWER, "--kind", "medusa")
     loss, calls = eagle3.loss, []
@@ -269,7 +269,7 @@ def spoilt(draft: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
+def test_bad_input_is_refused(draft, reduced, plain, data, tmp_path, capsys):
     with other_weights(reduced):
         code, _, err = run(capsys, "serve", reduced, "--draft", draft)
         assert code == 2 and "was trained for another checkpoint" in err and "--from" in err
@@ -298,12 +298,12 @@ def test_what_is_refused(draft, reduced, plain, data, tmp_path, capsys):
         assert code == 2 and message in err and not (tmp_path / "no").exists(), err
     short = {"modality": torch.tensor([[TEXT, VISION, TEXT, ANSWER, TEXT]], dtype=torch.uint8)}
     with pytest.raises(UserError, match="one token each, which leaves a draft nothing to guess"):
-        _check_answers(SimpleNamespace(batches=[short, short], first=1), data)
+        _require_answers(SimpleNamespace(batches=[short, short], first=1), data)
     code, _, err = run(capsys, "serve", reduced, "--draft", draft, "--speculative-config", "{}")
     assert code == 2 and "--draft and --speculative-config exclude each other" in err
 
 
-def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
+def test_doctor_and_push_accept_a_draft(draft, reduced, tmp_path, capsys):
     def cut(settings, tensors):
         tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
 
@@ -323,7 +323,7 @@ def test_doctor_and_push_look_at_a_draft(draft, reduced, tmp_path, capsys):
         assert code == 2 and message in out, out
 
 
-def test_plan_counts_it(draft, reduced, capsys):
+def test_plan_counts_a_draft(draft, reduced, capsys):
     arguments = ("plan", reduced, "--target", "rtx4090", "--json")
     alone, next_to = (json.loads(run(capsys, *arguments, *flags)[1]) for flags in ((), ("--draft", draft)))
     assert next_to["speculative"]["weights"] == sum(

@@ -32,7 +32,7 @@ def loud(monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
 
 
-def test_stopped_by_a_signal(capfd, monkeypatch):
+def test_signals_stop_a_run(capfd, monkeypatch):
     """SIGTERM and SIGHUP unwind as Ctrl-C does, with a line and the shell's code, and have their default action afterwards."""
     unwound = []
 
@@ -65,7 +65,7 @@ def test_stopped_by_a_signal(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_is_ignored_stays_so(capfd, monkeypatch, number):
+def test_an_ignored_signal_stays_ignored(capfd, monkeypatch, number):
     """As in `nohup vlmcompress ...`, and in `vlmcompress ... &` of a script, where the shell ignores Ctrl-C."""
 
     def verb(_args):

@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return out
 
 
-def test_export_and_back(checkpoint, tmp_path, capsys):
+def test_an_exported_checkpoint_comes_back_equal(checkpoint, tmp_path, capsys):
     assert cli.main(["export", str(checkpoint), "--format", "gptq", "-o", str(tmp_path / "gptq"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["from"] == "compressed-tensors" and said["to"] == "gptq" and said["out"] == str(tmp_path / "gptq")
@@ -59,7 +59,7 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
     )
 
 
-def test_what_was_left_out_is_said(tmp_path, capsys):
+def test_export_names_what_it_leaves_out(tmp_path, capsys):
     rtn.write(DEMO_LLAVA, tmp_path / "ct", rtn.SCHEMES["fp8"], kv_cache=True)
     assert cli.main(["export", str(tmp_path / "ct"), "--format", "bf16", "-o", str(tmp_path / "out"), "--json"]) == 0
     said = capsys.readouterr()

@@ -81,7 +81,7 @@ def test_images_that_go_stay_or_shrink_while_generating():
     assert list(left.values()) == [[12, 1], [12, 12], [6, 6]]
 
 
-def test_verb(capfd, tmp_path):
+def test_inspect_writes_a_picture_and_a_summary(capfd, tmp_path):
     noise(80, 60).save(tmp_path / "a.png")
     noise(200, 40).save(tmp_path / "b.jpg")
     arguments = [

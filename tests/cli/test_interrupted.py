@@ -64,7 +64,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.slow
-def test_killed_in_any_phase(world, tmp_path):
+def test_a_run_killed_in_any_phase_continues(world, tmp_path):
     """While settings, blocks, weights, other files and names are brought to the disk: the same command writes the same bytes,
     and nothing but OUT is left."""
     call = ["quantize", world / "model", "--scheme", "rtn", "-o", tmp_path / "out"]
@@ -88,7 +88,7 @@ def test_killed_in_any_phase(world, tmp_path):
 
 
 @pytest.mark.parametrize("verb", CASES)
-def test_interrupted(world, tmp_path, capsys, monkeypatch, verb):
+def test_an_interrupted_verb_continues_to_the_same_bytes(world, tmp_path, capsys, monkeypatch, verb):
     flags, others, (label, last) = CASES[verb]
     ending = ".safetensors" if verb == "learn-reducer" else ""
     whole, out = tmp_path / f"whole{ending}", tmp_path / f"out{ending}"

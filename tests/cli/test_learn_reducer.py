@@ -43,7 +43,7 @@ def scorers(models, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2-5-vl"])
-def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
+def test_a_checkpoint_carries_the_scorer(models, scorers, tmp_path, capsys, name):
     """Written, checked by the doctor, read back: reduced as the model with the scorer's file is."""
     out, model = tmp_path / "out", models[name]
     reduce = f"learned:0.5,scorer={scorers[name]}"
@@ -70,7 +70,7 @@ def test_a_checkpoint_carries_it(models, scorers, tmp_path, capsys, name):
     assert code != 0 and "scorer" in text
 
 
-def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
+def test_calibration_runs_with_a_learned_reducer(models, scorers, data, tmp_path, capsys):
     """Statistics remember the file by its content; another one is refused."""
     model, stats, other = models["llava"], tmp_path / "stats", tmp_path / "other.safetensors"
     reduce = ("--reduce", f"learned:0.5,scorer={scorers['llava']}")
@@ -84,7 +84,7 @@ def test_calibration_goes_on_behind_it(models, scorers, data, tmp_path, capsys):
     assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
 
 
-def test_what_it_says(models, data, tmp_path, capsys):
+def test_learn_reducer_prints_its_result(models, data, tmp_path, capsys):
     out = tmp_path / "s.safetensors"
     code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, "--json", *FEW)
     assert code == 0, err
@@ -100,7 +100,7 @@ def test_what_it_says(models, data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_for_all_shares_it_is_judged_at_both_ends_and_the_middle(models, data, tmp_path, capsys):
+def test_training_for_all_shares_measures_both_ends_and_the_middle(models, data, tmp_path, capsys):
     """Against runs for these shares alone: what reducers that need no training lose is the mean of the three."""
 
     def outcome(*flags):
@@ -141,7 +141,7 @@ def mixed(folder, output):
     return calibration_rows.write(folder, 40, lambda row: f"{row}.png" if output(row) else [], side=112, kinds=3)
 
 
-def test_samples_of_text_alone_go_along(models, tmp_path, capsys):
+def test_samples_of_text_alone_are_accepted(models, tmp_path, capsys):
     """More of them come first than are looked at for the spread of channels."""
     out, rows = tmp_path / "s.safetensors", mixed(tmp_path, lambda i: i % 2)
     code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", rows, "--json", *FEW)
@@ -149,7 +149,7 @@ def test_samples_of_text_alone_go_along(models, tmp_path, capsys):
     assert json.loads(text)["samples"]["trained_on"] == 32 and scorer_file.read(out).facts["steps"] == 12
 
 
-def test_all_images_on_one_side_are_refused(models, tmp_path, capsys):
+def test_training_images_without_held_out_ones_are_refused(models, tmp_path, capsys):
     rows = [sample.id for sample in load_samples(mixed(tmp_path, lambda i: True), samples=40, seed=0)]
     first, last = ({int(number) for number in part} for part in (rows[:32], rows[32:]))
     out, arguments = tmp_path / "s.safetensors", ("learn-reducer", models["llava"], "--calib", tmp_path / "calib.jsonl")

@@ -26,7 +26,7 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_text_says_what_to_do(models, capsys):
+def test_text_output_recommends_settings(models, capsys):
     code, text, _ = run(capsys, models["llava"], "--target", "h100", "--reduce", "dart:0.25", "--image-size", "64x64")
     assert code == 0
     assert re.search(r"all +16 +256 +256 +528", text) and re.search(r"dart:0.25 +4 +256 +256 +516", text)
@@ -36,7 +36,7 @@ def test_text_says_what_to_do(models, capsys):
     assert '--max-model-len 516 --max-num-seqs 1024 --limit-mm-per-prompt \'{"image":1,"video":0}\'' in text
 
 
-def test_json_has_everything_and_adds_up(models, capsys):
+def test_json_figures_add_up(models, capsys):
     arguments = (
         "--target",
         "h100",
@@ -78,7 +78,7 @@ def test_a_cache_of_a_given_size(models, capsys):
     assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
 
 
-def test_what_does_not_fit_is_a_verdict(models, capsys):
+def test_a_model_that_does_not_fit_is_reported(models, capsys):
     code, text, _ = run(capsys, models["llava"], "--memory", "1GB", "--target", "rtx4090")
     assert code == 2 and "nothing fits" in text and "which needs a device of" in text
     need = re.search(r"needs a device of ([\d.]+) GB", text)
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_a_verdict(models, capsys):
     assert code == 0 and "fits" in text
 
 
-def test_a_cpu_is_this_machine_and_ranks_by_measured_speed(models, capsys):
+def test_a_cpu_plan_uses_this_machine_and_ranks_by_measured_speed(models, capsys):
     """INT8 first, as it was measured to be fastest; 4 bits never before 16, which are faster. The cache's space is set."""
     data = json.loads(run(capsys, models["llava"], "--target", "cpu", "--json")[1])
     assert data["memory"]["device"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -160,7 +160,7 @@ def test_the_encoder_cache_holds_all_levels(family, levels, tmp_path, capsys):
         ("glm-ocr", {"num_hidden_layers": 16, "num_nextn_predict_layers": 1}, ".layers.16."),
     ],
 )
-def test_what_drafting_takes(family, text, part, tmp_path, capsys):
+def test_memory_of_a_draft_is_counted(family, text, part, tmp_path, capsys):
     """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
     folder, bare = tiny.build(family, tmp_path / "whole", **text), tmp_path / "bare"
     bare.mkdir()

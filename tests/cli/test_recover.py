@@ -32,7 +32,7 @@ def data(tmp_path_factory):
     return calibration_rows.write(tmp_path_factory.mktemp("data"), 24, kinds=3)
 
 
-def test_what_is_written(models, data, tmp_path, capsys):
+def test_a_recovered_checkpoint_has_all_its_files(models, data, tmp_path, capsys):
     """It loads, carries the reducer, is close to the original after it, passes the doctor, and can be quantized."""
     model, out = models["qwen2-5-vl"], tmp_path / "out"
     arguments = ("--reduce", "divprune:0.25", "--calib", data, "-o", out, "--steps", 12, "--every", 4, "--lr", 1e-3)
@@ -62,7 +62,7 @@ def test_what_is_written(models, data, tmp_path, capsys):
     assert not (tmp_path / ".out.work").exists()
 
 
-def test_the_student_says_what_the_model_generates_behind_its_reducer(models, data):
+def test_the_student_computes_what_the_reduced_model_generates(models, data):
     """With every token kept it is the teacher; and a method that asks sees the prompt, not the answer."""
     for model in models.values():
         vlm = load(model, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_the_student_says_what_the_model_generates_behind_its_reducer(models, da
 
 
 @pytest.mark.parametrize(("name", "reduce"), [("llava", "visionzip:0.5"), ("qwen2-5-vl", "dart:0.5")])
-def test_gradients_reach_the_projector_behind_every_kind_of_reducer(models, data, name, reduce):
+def test_gradients_reach_the_projector_through_every_kind_of_reducer(models, data, name, reduce):
     vlm = load(models[name], dtype=torch.float32)
     batch = encode(load_samples(data, samples=1, seed=0), vlm)[0]
     weights = [weight for key, weight in vlm.model.named_parameters() if key.startswith(vlm.spec.projector[0])]
@@ -94,7 +94,7 @@ def test_gradients_reach_the_projector_behind_every_kind_of_reducer(models, data
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights if weight.ndim == 2)
 
 
-def test_a_run_behind_another_scorer_is_no_going_on(models, data, tmp_path):
+def test_a_run_with_another_scorer_starts_anew(models, data, tmp_path):
     """Of the same name, with another content."""
     model, path = models["llava"], tmp_path / "scorer.safetensors"
     width = load(model).model.config.get_text_config().hidden_size
@@ -143,7 +143,7 @@ def test_the_model_answers_where_the_data_do_not(models, data, tmp_path, capsys)
     assert 16 <= json.loads(text)["recovery"]["samples"]["answers_of_the_teacher"] <= 20
 
 
-def test_nothing_better_leaves_the_weights(models, data, tmp_path, capsys):
+def test_weights_stay_where_training_gains_nothing(models, data, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
     arguments = (
         "--reduce",
@@ -166,7 +166,7 @@ def test_nothing_better_leaves_the_weights(models, data, tmp_path, capsys):
     assert run(capsys, "doctor", out, "--source", model)[0] == 0
 
 
-def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
+def test_the_tower_is_trained_on_smaller_images(models, data, tmp_path, capsys):
     """The student sees images that the processor has made smaller, the teacher those that it had."""
     big = calibration_rows.write(tmp_path, 20)
     for row in range(20):
@@ -179,6 +179,6 @@ def test_smaller_images_and_the_tower(models, data, tmp_path, capsys):
     assert facts["recovery"]["held_out_kl"]["before"] > 0
 
 
-def test_parts_that_are_not_there(models):
+def test_missing_parts_are_refused(models):
     with pytest.raises(UserError, match="no part 'lors'; did you mean 'lora'"):
         TrainingOptions(train=("lors",))

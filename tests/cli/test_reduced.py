@@ -16,7 +16,7 @@ def models(tmp_path_factory):
     return {name: tiny.build(name, folder / name) for name in ("llava", "qwen2-5-vl")}
 
 
-def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):
+def test_plan_summary_card_and_doctor_name_the_same_reducer(models, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
     common = ("quantize", model, "--scheme", "none", "--reduce", "dart:0.25")
     code, text, _ = run(capsys, *common, "--dry-run")
@@ -39,7 +39,7 @@ def test_plan_summary_card_and_doctor_say_the_same(models, tmp_path, capsys):
     assert code == 0 and "dart:0.25, served by the plugin of vLLM" in text
 
 
-def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsys):
+def test_a_card_shows_how_to_send_the_question_to_a_reducer(models, tmp_path, capsys):
     """Not of one that only transformers runs, whose words are the prompt's."""
     for reducer, engine, said in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
         arguments = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
@@ -50,7 +50,7 @@ def test_a_card_says_how_a_reducer_is_given_the_question(models, tmp_path, capsy
         ) is said
 
 
-def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, capsys):
+def test_a_reducer_for_transformers_alone_is_not_offered_to_vllm(models, tmp_path, capsys):
     model, out = models["llava"], tmp_path / "out"
     arguments = ("quantize", model, "--scheme", "none", "--reduce", "fastv:0.5,layer=1", "--set", "engine=transformers")
     code, text, _ = run(capsys, *arguments, "-o", out)
@@ -64,7 +64,7 @@ def test_what_only_transformers_runs_is_not_offered_to_vllm(models, tmp_path, ca
     assert code == 0 and "fastv:0.5,layer=1, for transformers only: vLLM cannot serve 'fastv'" in text
 
 
-def test_a_checkpoint_without_a_reducer_says_nothing_of_one(models, tmp_path, capsys):
+def test_a_checkpoint_without_a_reducer_mentions_none(models, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(capsys, "quantize", models["llava"], "--scheme", "fp8", "-o", out)[0] == 0
     card = (out / "README.md").read_text()

@@ -10,7 +10,7 @@ from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from tests.kit.made_results import make_bench, make_results
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
-from vlmcompress.cli._conclude import check_folder, conclude
+from vlmcompress.cli._conclude import conclude, require_report_folder
 from vlmcompress.cli._outcome import OK, UNDECIDED
 from vlmcompress.evaluation.accuracy import accuracy
 from vlmcompress.evaluation.accuracy import gate as gates
@@ -23,7 +23,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_is_refused(tmp_path, capsys):
+def test_bad_report_folders_are_refused(tmp_path, capsys):
     """By every verb that writes a report, with nothing changed; a wrong path of a checkpoint is not what is said."""
     report, foreign, other = tmp_path / "report", tmp_path / "foreign", tmp_path / "other"
     files.write_report(make_results(), report)
@@ -60,7 +60,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert load_results(report).candidate.name == "something else"
 
 
-def test_the_same_two_fill_one_report(tmp_path):
+def test_runs_of_the_same_two_models_fill_one_report(tmp_path):
     """What is expected of a candidate before it is asked is what its results say afterwards; a killed run goes on. The gate
     that the accuracy was judged by stays, and judges the speed when it comes; only the call that named it ends by it."""
     row = {"id": "0", "question": "0?", "answer": "0?", "image": picture(tmp_path, "0.png")}
@@ -74,14 +74,14 @@ def test_the_same_two_fill_one_report(tmp_path):
     report.mkdir()
     for name in (files.JOURNAL, f".{files.JOURNAL}.lock", ".results.json.part"):  # as a run leaves them that is killed
         (report / name).write_text("")
-    check_folder(report, sides, overwrite=False)
+    require_report_folder(report, sides, overwrite=False)
     options = accuracy.EvalOptions(engine, engine, journal=report / files.JOURNAL)
     (results,) = accuracy.evaluate_all([after], before, [None], data, options)
     speed_rule = gates.SpeedRule(metric="request_throughput", at_least=0.01)
     gate = gates.GateFile(name="both", suites={"*": gates.SuiteRules(margin=0.5)}, speed=[speed_rule])
     assert conclude(results, gate, report, overwrite=False)[0] == UNDECIDED
     assert [rule.value for rule in load_results(report).gate.rules][1] == "not measured"
-    check_folder(report, sides, overwrite=False)
+    require_report_folder(report, sides, overwrite=False)
     speed = results.model_copy(update={"suites": [], "samples": [], "bench": make_bench()})
     assert conclude(speed, None, report, overwrite=False)[0] == OK
     assert load_results(report).suites == results.suites and load_results(report).bench == speed.bench
@@ -105,7 +105,7 @@ def test_a_report_that_cannot_be_read(tmp_path):
         return results.baseline, results.candidate
 
     with pytest.raises(UserError, match="schema 1"):
-        check_folder(call.report, sides, overwrite=False)
-    check_folder(call.report, sides, overwrite=call.overwrite)
+        require_report_folder(call.report, sides, overwrite=False)
+    require_report_folder(call.report, sides, overwrite=call.overwrite)
     conclude(results, None, call.report, overwrite=call.overwrite)
     assert load_results(tmp_path) == results

@@ -649,7 +649,7 @@ def unspoilt(original, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line(name, original, unspoilt, tmp_path, capfd, monkeypatch):
+def test_wrong_input_ends_in_one_line(name, original, unspoilt, tmp_path, capfd, monkeypatch):
     spoil, command, message = CASES[name]
     place = tmp_path if spoil else unspoilt
     folder = shutil.copytree(original, place / "it") if spoil else place / "it"
@@ -670,7 +670,7 @@ def test_one_line(name, original, unspoilt, tmp_path, capfd, monkeypatch):
     assert state(place) == before
 
 
-def test_doctor_leaves_with_2_where_a_folder_is_broken(original, tmp_path, capfd):
+def test_doctor_exits_with_2_where_a_folder_is_broken(original, tmp_path, capfd):
     shutil.copytree(original / "out", tmp_path / "out")
     assert cli.main(["doctor", str(tmp_path / "out")]) == 0
     (tmp_path / "out" / "model.safetensors").write_bytes(b"x")

@@ -73,7 +73,7 @@ def agree(run: Run, other: Run) -> None:
         assert math.exp(logprob) == pytest.approx(math.exp(b.first[token]), abs=0.05)
 
 
-def test_transformers(transformers: Run) -> None:
+def test_transformers_flags_cut_answers_and_gives_probabilities(transformers: Run) -> None:
     """Cut answers are said to be; the probabilities are those of a distribution."""
     assert transformers.engine["name"] == "hf" and transformers.engine["restarts"] == 0
     for answer in transformers.answers.values():
@@ -84,7 +84,7 @@ def test_transformers(transformers: Run) -> None:
 WORDS = "what is this " * 2000
 
 
-def answers_before_a_refusal(engine: str, model: Path, questions, settings: EngineSettings) -> Run:
+def answers_before_a_refused_request(engine: str, model: Path, questions, settings: EngineSettings) -> Run:
     """What an engine answers when the last request is too long: that one is named, and those before it are answered first."""
     parts = [part for request in questions[0] for part in request.messages[0]["content"]]
     image = next(part for part in parts if part["type"] == "image_url")
@@ -104,7 +104,7 @@ def answers_before_a_refusal(engine: str, model: Path, questions, settings: Engi
 
 @pytest.mark.slow
 def test_vllm_answers_as_transformers_does(questions, transformers: Run) -> None:
-    agree(answers_before_a_refusal("vllm", MODEL, questions, SETTINGS), transformers)
+    agree(answers_before_a_refused_request("vllm", MODEL, questions, SETTINGS), transformers)
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,13 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_reads_compressed_checkpoints(questions, transformers: Run, compressed: Path) -> None:
     """INT8 weights and activations answer as BF16 does, one request at a time and each with a limit of its own."""
-    run = answers_before_a_refusal("hf", compressed, questions, EngineSettings(max_tokens=8, max_num_seqs=1))
+    run = answers_before_a_refused_request("hf", compressed, questions, EngineSettings(max_tokens=8, max_num_seqs=1))
     same = [answer.text == transformers.answers[name].text for name, answer in run.answers.items()]
     assert len(same) == 8 and sum(same) >= 7
     assert all(answer.first is None for answer in run.answers.values())
 
 
-def test_transformers_refuses_to_guess_weights(questions, compressed: Path) -> None:
+def test_transformers_refuses_missing_weights(questions, compressed: Path) -> None:
     file = compressed / "model.safetensors"
     tensors = load_file(file)
     del tensors[next(name for name in sorted(tensors) if name.endswith("q_proj.weight_scale"))]
@@ -172,7 +172,7 @@ def test_a_served_model_answers_as_transformers_does(questions, transformers: Ru
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_a_killed_engine_goes_on(questions, transformers: Run, name: str) -> None:
+def test_a_killed_engine_continues(questions, transformers: Run, name: str) -> None:
     """`kill -9` after the first answer: a second process answers the rest, and nothing is asked twice."""
     requests, media = questions
     # So many that they are not all answered before the signal arrives.

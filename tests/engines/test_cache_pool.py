@@ -17,7 +17,7 @@ def decoder(*blocks: Attention | State | None) -> ServedDecoder:
     return ServedDecoder(blocks, 8192, None, 2, 0, 0, (28672,))
 
 
-def test_the_worked_example():
+def test_blocks_of_the_worked_example():
     """80 layers of 8 heads of 128 in 16 bits (issue 15). The figure of 5.2 GB for 256 tokens that is copied about is wrong."""
     layers = decoder(*[Attention(64, 8, 128)] * 80).layers(1)
     assert layers[0].token_bytes == 4096

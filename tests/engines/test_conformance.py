@@ -61,11 +61,11 @@ def test_equal_answers_pass() -> None:
         (["b" + AGAIN], {"text": "no"}, {"asked again"}),
     ],
 )
-def test_each_check_sees_what_it_is_there_for(names, change, wrong) -> None:
+def test_each_check_detects_its_defect(names, change, wrong) -> None:
     assert failed(ANSWERS | {name: replace(ANSWERS[name], **change) for name in names}) == wrong
 
 
-def test_parts_of_characters_are_no_difference() -> None:
+def test_unfinished_characters_are_no_difference() -> None:
     """vLLM reports none where transformers decodes one to a mark."""
     part = {
         name: replace(answer, first={"\ufffd": -0.1, "no": -2.5}, text="8\ufffd\ufffd")

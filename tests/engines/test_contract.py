@@ -25,14 +25,14 @@ TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 
 
 @pytest.mark.parametrize("folder", [package, lane.package])
-def test_vllm_has_it_all(folder: Callable[[], Path]) -> None:
+def test_vllm_has_every_name_that_the_plugin_uses(folder: Callable[[], Path]) -> None:
     """The one that is installed, and the other one that is supported."""
     place = folder()
     assert {part: lines for part in PARTS if (lines := problems(part, place))} == {}
 
 
 @pytest.mark.parametrize("folder", [package, lane.package])
-def test_comments_name_what_is_there(folder: Callable[[], Path]) -> None:
+def test_names_in_comments_exist_in_vllm(folder: Callable[[], Path]) -> None:
     """`vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.requests` in a comment is a definition in that file, or in one that
     it imports from."""
     source, places = Source(folder()), set()
@@ -44,7 +44,7 @@ def test_comments_name_what_is_there(folder: Callable[[], Path]) -> None:
     assert {place for place in modules if source.find(*place[1:]) is None} == set()
 
 
-def test_families_are_parts() -> None:
+def test_every_served_family_is_part_of_the_contract() -> None:
     assert set(SERVED_FAMILIES.names()) <= set(PARTS)
 
 
@@ -53,7 +53,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
         yield file, ast.parse(file.read_text())
 
 
-def test_all_that_is_imported_from_vllm_is_listed() -> None:
+def test_every_import_from_vllm_is_listed() -> None:
     listed = {(reach.module, re.split(r"[.(]", reach.what)[0]) for reach in ALL}
     modules = {reach.module for reach in ALL}
     for file, tree in sources():
@@ -65,7 +65,7 @@ def test_all_that_is_imported_from_vllm_is_listed() -> None:
                     assert inside or alias.name in TYPES, f"{file.name}: {module}.{alias.name}"
 
 
-def test_all_methods_that_ours_call_are_listed() -> None:
+def test_every_vllm_method_that_the_plugin_calls_is_listed() -> None:
     """A mixin that changes what vLLM's method does calls it by `super()`."""
     listed = {reach.what.partition("(")[0].rpartition(".")[2] for reach in ALL}
     for file, tree in sources():
@@ -131,12 +131,14 @@ WHY = "names of images in caches say which reducer made them, and which image st
         ),
     ],
 )
-def test_a_break_names_itself(file: str, before: str, after: str, part: str, said: str, tmp_path: Path) -> None:
+def test_a_broken_contract_names_the_missing_part(
+    file: str, before: str, after: str, part: str, said: str, tmp_path: Path
+) -> None:
     """A method that is gone or called otherwise, an attribute under another name, a parameter more, also in a parent class."""
     assert problems(part, edited(tmp_path / "vllm", file, before, after))[0] == said
 
 
-def test_what_a_default_covers_is_no_break(tmp_path: Path) -> None:
+def test_a_parameter_with_a_default_is_no_break(tmp_path: Path) -> None:
     """A function that we call may take more, where vLLM does not call ours."""
     longer = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
     folder = edited(
@@ -167,5 +169,5 @@ def test_imports_and_parents_are_followed(tmp_path: Path) -> None:
     ("version", "numbers"),
     [("0.32.0", (0, 32)), ("0.33.1rc2+cpu", (0, 33)), ("1.0", (1, 0)), ("dev", ()), ("0.dev1", ())],
 )
-def test_numbers(version: str, numbers: tuple[int, ...]) -> None:
+def test_version_numbers_are_compared(version: str, numbers: tuple[int, ...]) -> None:
     assert _contract.numbers(version) == numbers

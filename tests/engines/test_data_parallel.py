@@ -74,7 +74,7 @@ def media(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
+def test_one_worker_is_the_engine_itself(media: Path, quick_engines: None) -> None:
     """In two parts, of other lengths and other paths of images."""
     pictures = sorted(media.iterdir())
     requests = [
@@ -101,7 +101,7 @@ def test_in_turn_is_the_engine_itself(media: Path, quick_engines: None) -> None:
     assert counts == [(0, 6), (4, 6), (6, 6)] and run.seconds > 0
 
 
-def test_images_elsewhere_are_refused(media: Path, tmp_path: Path) -> None:
+def test_images_that_other_nodes_lack_are_refused(media: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.png"
     shutil.copy(next(media.iterdir()), outside)
     engine = DataParallel(engines.get_engine("hf"), workers.of(None))
@@ -128,7 +128,7 @@ def test_another_model_on_a_node_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_told(media: Path, tmp_path: Path, quick_engines: None) -> None:
+def test_a_failing_part_is_reported(media: Path, tmp_path: Path, quick_engines: None) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="^transformers could not load "):
         DataParallel(engines.get_engine("hf"), workers.of(None)).answer(tmp_path, [request("one")], media=media)

@@ -78,7 +78,7 @@ def test_answers_like_transformers(scheme, tmp_path):
 
 
 @pytest.mark.slow
-def test_pure_answers_like_transformers(tmp_path, monkeypatch, quick_engines):
+def test_unmixed_types_answer_like_transformers(tmp_path, monkeypatch, quick_engines):
     """As `vlmcompress eval` asks. Inputs of 4 bits: two orders of additions tip over some that were unsure."""
     monkeypatch.setenv("VLMCOMPRESS_EMULATE_NVFP4", "1")
     folder = made(tmp_path / "out", mixed=False, rounding="rtn")
@@ -102,7 +102,7 @@ def test_pure_answers_like_transformers(tmp_path, monkeypatch, quick_engines):
     assert min(right) > 0.7 * len(samples), right
 
 
-def test_the_emulation_computes_our_arithmetic_when_asked_for_alone(tmp_path):
+def test_the_emulation_runs_only_on_request(tmp_path):
     """Oracle: vLLM's own choice of a kernel (with 16-bit activations it takes Marlin, which CPUs lack), and the product of
     our rounded inputs and weights."""
     pytest.importorskip("vllm")

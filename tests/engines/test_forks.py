@@ -30,7 +30,7 @@ def quick() -> str:
 
 
 @pytest.mark.parametrize("way", ["-c", "-m", "file"])
-def test_as_python_does(quick: str, tmp_path: Path, way: str) -> None:
+def test_a_fork_behaves_as_a_new_python(quick: str, tmp_path: Path, way: str) -> None:
     """Oracle: Python itself."""
     (tmp_path / "shown.py").write_text(SHOW)
     arguments = {"-c": ["-c", SHOW], "-m": ["-m", "shown"], "file": [str(tmp_path / "shown.py")]}[way]
@@ -48,7 +48,7 @@ def test_as_python_does(quick: str, tmp_path: Path, way: str) -> None:
     assert both[0] == both[1] and both[0][0] == 5 and "word" in both[0][1] and both[0][2] == "given\n"
 
 
-def test_what_was_asked_for_is_imported_already(quick: str) -> None:
+def test_modules_are_imported_before_the_fork(quick: str) -> None:
     code = "import sys; print('decimal' in sys.modules, 'wave' in sys.modules)"
     said = [
         subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
@@ -61,7 +61,7 @@ HOLD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals(quick: str, sent: signal.Signals) -> None:
+def test_signals_reach_a_fork(quick: str, sent: signal.Signals) -> None:
     """The program ends as the fork does, and the fork with the program, whose output then closes."""
     with subprocess.Popen([quick, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -72,7 +72,7 @@ def test_signals(quick: str, sent: signal.Signals) -> None:
     assert ("KeyboardInterrupt" in said) is (sent == signal.SIGINT)
 
 
-def test_without_its_parent_it_ends(tmp_path: Path) -> None:
+def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
     """As when the tests were killed while it was importing; the folder of the parent's socket is still there."""
     code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.kit import forks; "
     code += "print(forks.python('decimal'), flush=True); os._exit(0)"

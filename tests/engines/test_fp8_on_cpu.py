@@ -58,7 +58,7 @@ print(json.dumps(said))
 """
 
 
-def test_a_kernel_of_ours_takes_the_place_of_the_reference() -> None:
+def test_the_plugins_kernel_replaces_the_reference() -> None:
     """Oracle: the formula in float64. `torch._scaled_mm` would take seconds for a layer of real size."""
     done = subprocess.run([forks.python(*forks.VLLM), "-c", LOOK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

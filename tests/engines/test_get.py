@@ -10,7 +10,7 @@ from vlmcompress.engines import first_tokens, get_engine
 from vlmcompress.utils.errors import UserError
 
 
-def test_get() -> None:
+def test_get_returns_the_named_engine() -> None:
     assert (get_engine("vllm").name, get_engine("vllm").local) == ("vllm", True)
     assert (get_engine("hf").name, get_engine("hf").local) == ("hf", True)
     served = get_engine("openai:http://localhost:8000/")
@@ -27,7 +27,7 @@ def test_get() -> None:
         ("openai:localhost:8000", "'localhost:8000' is not the address of a server; "),
     ],
 )
-def test_get_refuses(spec: str, message: str) -> None:
+def test_get_refuses_unknown_engines(spec: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         get_engine(spec)
     assert str(caught.value).startswith(message)

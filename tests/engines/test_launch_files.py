@@ -38,7 +38,7 @@ FIELDS = ["served_model_name", "max_model_len", "limit_mm_per_prompt", "enable_p
 FIELDS += ["max_num_batched_tokens", "speculative_config", "mm_encoder_only", "attention_backend"]
 
 
-def test_vllm_reads_every_line(tmp_path: Path) -> None:
+def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
     """Its own parser takes the flags of each script, container and of Triton's model.json for what they are meant to be; those
     of a checkpoint without a target become a whole configuration of the engine."""
     lines, settings = [], []
@@ -88,7 +88,7 @@ print("SAID", json.dumps(said))
 """
 
 
-def test_vllms_own_command_and_lm_eval_start() -> None:
+def test_the_vllm_command_and_lm_eval_start() -> None:
     """Both ask for the version of a distribution `vllm`, which the CPU build's is not called (`scripts/name_vllm.py`)."""
     words = [["--version"], ["serve", "--help"]]
     code = COMMANDS.replace("PROGRAM", repr(str(PROGRAMS / "vllm")))
@@ -193,14 +193,14 @@ def alone(checkpoint: Path, pictures) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_script_serves(alone: list[str]) -> None:
+def test_the_launch_script_serves(alone: list[str]) -> None:
     """The answers are the model's: not all the same."""
     assert len(set(alone)) > 1 and all(alone)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_stages_apart_answer_as_one(checkpoint: Path, pictures, alone: list[str], tmp_path: Path) -> None:
+def test_separated_stages_answer_as_one_server(checkpoint: Path, pictures, alone: list[str], tmp_path: Path) -> None:
     """Encoder and language model in two servers answer as one server does. The second answers by what the first stored: given
     another picture's encoding, it answers about that one."""
     question, images = pictures
@@ -219,4 +219,4 @@ def test_stages_apart_answer_as_one(checkpoint: Path, pictures, alone: list[str]
         assert answer(ask(decoder, images[other], question)) == alone[other]
         folders[0].write_bytes(folders[1].read_bytes())
         assert answer(ask(decoder, images[first], question)) == alone[other]
-    assert launch.refusal("vllm-split", launching.facts(reducer="blind")) is None
+    assert launch.launch_problem("vllm-split", launching.facts(reducer="blind")) is None

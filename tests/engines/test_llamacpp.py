@@ -294,7 +294,7 @@ def test_serve_becomes_a_server_that_ends_cleanly(unquantized, tmp_path):
         (["doctor", "{}", "--source", "{}"], "is for llama.cpp, and not compared with --source; leave that out"),
     ],
 )
-def test_what_can_not_be_done_with_gguf_is_refused_in_one_line(command, reason, unquantized, capsys):
+def test_unsupported_uses_of_gguf_are_refused_in_one_line(command, reason, unquantized, capsys):
     assert main([part.format(unquantized) for part in command]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and reason in error

@@ -75,7 +75,7 @@ def without_packages(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(python))
 
 
-def test_where_mlx_is_missing_a_line_says_how_to_get_it(tmp_path, without_packages, capsys):
+def test_a_missing_mlx_is_one_line(tmp_path, without_packages, capsys):
     folder = build(FAST, tmp_path / "folder")
     advice = r"pip install '\.\[mlx\]' in the checkout of vlmcompress, or point VLMCOMPRESS_ENGINE_PYTHON to a Python "
     with pytest.raises(UserError, match=rf"^MLX can't be imported by .* \(.*'mlx_vlm'\); {advice}"):
@@ -84,7 +84,7 @@ def test_where_mlx_is_missing_a_line_says_how_to_get_it(tmp_path, without_packag
         mlx.serve(folder, "127.0.0.1", 8000, [], [])
 
 
-def test_the_server_gets_what_it_has(tmp_path, capsys):
+def test_the_server_gets_only_flags_that_it_has(tmp_path, capsys):
     folder = build(FAST, tmp_path / "folder")
     edit(folder, "config.json", quantization={"bits": 4, "group_size": 64})  # as MLX's own folders have it
     for flags, message in (
@@ -124,7 +124,7 @@ def test_methods_and_families_are_those_of_the_tables():
 
 
 @pytest.mark.parametrize("method", mlx_reducers.METHODS)
-def test_methods_choose_as_ours(method):
+def test_reducers_in_mlx_choose_the_same_tokens(method):
     """Oracle: the methods in torch."""
     noise, windows = torch.Generator().manual_seed(0), iter(("2x2", "1x2", "3x3", "2x5", "64x64"))
     for grid, keep in (((1, 1, 1), 0.5), ((1, 5, 7), 0.3), ((1, 12, 9), 0.5), ((2, 6, 4), 0.25), ((1, 4, 4), 1.0)):

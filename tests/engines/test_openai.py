@@ -88,7 +88,7 @@ def test_a_proxy_is_for_other_machines(server: Server, tmp_path: Path, monkeypat
     assert ask(server, tmp_path).answers["q0"].text == "red"
 
 
-def test_answer(server: Server, tmp_path: Path) -> None:
+def test_a_server_answers(server: Server, tmp_path: Path) -> None:
     """What is sent, with the very bytes of picture and video, and what is made of the reply."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a b.png")
     (tmp_path / "c.mp4").write_bytes(b"film")
@@ -124,7 +124,7 @@ def test_answer(server: Server, tmp_path: Path) -> None:
     assert text == {"type": "text", "text": "what"}
 
 
-def test_as_many_in_flight_as_asked(server: Server, tmp_path: Path) -> None:
+def test_requests_in_flight_are_limited(server: Server, tmp_path: Path) -> None:
     inside, most, lock = 0, 0, threading.Lock()
 
     def reply(_: dict) -> Reply:
@@ -143,7 +143,7 @@ def test_as_many_in_flight_as_asked(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", [(503, "busy"), (500, ""), None], ids=["503", "500", "hang-up"])
-def test_trouble_that_passes_is_waited_for(server: Server, tmp_path: Path, trouble: Reply) -> None:
+def test_passing_errors_are_retried(server: Server, tmp_path: Path, trouble: Reply) -> None:
     replies = iter([trouble, trouble])
     server.reply = lambda _: next(replies, (200, json.dumps(GOOD)))
     assert ask(server, tmp_path).answers["q0"].text == "red"
@@ -211,7 +211,7 @@ ADDRESS = st.text(st.sampled_from("http:/[]@1aé. \n%#?"), max_size=16)
 @pytest.mark.parametrize(
     "address", ["http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:0", "http://h:x", "h:1"]
 )
-def test_wrong_addresses(address: str) -> None:
+def test_wrong_addresses_are_refused(address: str) -> None:
     with pytest.raises(UserError, match="is not the address of a server; write openai:http://localhost:8000"):
         get_engine(f"openai:{address}")
 

@@ -126,7 +126,7 @@ def test_blocks_of_sliding_attention_forget(family, sees, tmp_path):
         pytest.param("w8a16", Format("int", 8, -1), "i8", marks=pytest.mark.slow),
     ],
 )
-def test_codes_are_ours_and_computed_with(scheme, fmt, kind, tmp_path):
+def test_openvino_computes_with_the_same_codes(scheme, fmt, kind, tmp_path):
     """Constants hold the codes bit for bit, and answers are those of transformers with codes times scales in float32."""
     source = source_of(FAST, tmp_path / "source")
     options = [f"options.group_size={fmt.group}"] if fmt.group > 0 else []
@@ -158,7 +158,7 @@ def constants(folder: Path) -> dict[str, tuple[torch.Tensor, ov.Type]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_says_how_many_tokens_go(tmp_path, monkeypatch):
+def test_an_image_costs_as_many_tokens_as_the_checkpoint_declares(tmp_path, monkeypatch):
     """The tokens that stay answer as ours do, and are spread as a greedy choice is: which ones stay, rounding decides, as
     all are worth the same to begin with, and processors round differently. By default the pipeline also chooses in each
     half of an image by itself. Its text goes on from the last place that is left, ours from the last that was there: where
@@ -242,7 +242,7 @@ def test_equal_inputs_give_equal_files(tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_where_openvino_is_missing_a_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_a_missing_openvino_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(exporter.OpenVino, "PACKAGES", ("no_such_package",))
     source = build(FAST, tmp_path / "source")
     assert main(["quantize", str(source), "--scheme", "none", "--format", "openvino", "-o", str(tmp_path / "out")]) == 2

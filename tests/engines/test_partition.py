@@ -63,7 +63,7 @@ def test_the_size_that_is_proposed_is_the_largest_that_fits():
     assert fitting_size([layer("down", [2048], 1216, Format("float", 4, 16))], 8) is None
 
 
-def test_what_is_said_of_blocks():
+def test_blocks_that_do_not_divide_are_named():
     """Of outputs, of inputs, and where not even one device has whole blocks."""
     blocks = Format("float", 8, 128, rows=128)
     assert "576 of 1,152 outputs, which blocks of 128" in str(
@@ -94,7 +94,7 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_commands_say_so_before_a_run(model, tmp_path, capsys):
+def test_commands_refuse_a_partition_before_a_run(model, tmp_path, capsys):
     code, text, _ = run(capsys, "check", model, "--scheme", "rtn", "--tp", "2")
     assert code == 2 and "o_proj has 64 of the 128 inputs, which groups of 128 do not divide" in text
     assert "quantize with --set options.group_size=64, or use --tp 1" in text

@@ -114,7 +114,7 @@ def test_chunks_may_cut_an_image_anywhere(size):
         assert torch.equal(served.forward(None, coarse[:, part], None, None), expected[:, part])
 
 
-def test_nothing_of_a_step_is_left_for_the_next():
+def test_no_state_stays_between_steps():
     features, packed, visual, _, _ = prompt(*PROMPT)
     served = model()
     served.embed_input_ids(torch.zeros(len(visual)), packed, is_multimodal=visual)

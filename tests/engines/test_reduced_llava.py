@@ -93,7 +93,7 @@ def test_answers_and_positions_are_those_of_transformers(name, served):
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, passes) in CASES.items() if passes > 1])
-def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
+def test_repeated_requests_hit_the_prefix_cache(name, served):
     first, second = served[name][0]["passes"]
     assert cached(second) > cached(first)
 
@@ -104,7 +104,7 @@ def cached(answers: Sequence[dict]) -> int:
 
 
 @pytest.mark.slow
-def test_other_families_and_settings(tmp_path):
+def test_other_families_and_settings_answer_like_transformers(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
     chosen = {name: case for name, case in MORE.items() if name != "smolvlm" or importlib.util.find_spec("num2words")}
     for served, expected in serve(chosen, tmp_path).values():

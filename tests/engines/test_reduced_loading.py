@@ -59,7 +59,7 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(reducer, block, text, tmp_path):
+def test_unserved_reducers_are_refused_in_one_line(reducer, block, text, tmp_path):
     with pytest.raises(UserError) as caught:
         ServedReducer.of(config(reducer, tmp_path, **block))
     assert text in str(caught.value)
@@ -139,7 +139,7 @@ def test_fingerprints_differ_between_reducers(tmp_path):
 
 
 @pytest.mark.engine
-def test_what_vllm_sets_for_an_architecture_it_sets_for_the_reduced_one():
+def test_a_reduced_architecture_has_the_settings_of_the_plain_one():
     """Qwen3.5's config says of what type its recurrent states are; vLLM knows by the architecture's name to look there."""
     pytest.importorskip("vllm")
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -238,13 +238,13 @@ def test_speculation_with_recurrent_states_is_refused_where_vllm_gets_it_wrong(t
     from vlmcompress.engines.vllm.plugin import _positions
 
     config = started(tmp_path, draft="ngram")
-    _positions._check(config, SimpleNamespace())
+    _positions._require_settings(config, SimpleNamespace())
     config.model_config.hf_config.get_text_config().layer_types = ["linear_attention", "full_attention"]
     if current_platform.is_cpu():
         with pytest.raises(ValueError, match="where states are recurrent.*leave out --speculative-config$"):
-            _positions._check(config, SimpleNamespace())
+            _positions._require_settings(config, SimpleNamespace())
     else:
-        _positions._check(config, SimpleNamespace())
+        _positions._require_settings(config, SimpleNamespace())
 
 
 # All cases share one import of vLLM: each is tried in a fork of the process that has it.
@@ -336,14 +336,14 @@ def said(tmp_path_factory) -> tuple[dict[str, str], str]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", CASES)
-def test_vllm_refuses(name, said):
+def test_vllm_refuses_a_bad_checkpoint(name, said):
     """A vLLM that is too old or lacks what the plugin reaches into, a method that engines cannot serve, and a vLLM without the
     plugin, also where it is to run models by transformers' code; a newer one that has it all serves."""
     assert CASES[name].text in said[0][name]
 
 
 @pytest.mark.engine
-def test_vllm_warns_of_what_was_not_tested(said):
+def test_vllm_warns_of_untested_versions(said):
     assert (
         "vlmcompress was tested with vLLM 0.32 and 0.33, and this is 0.99.0. All that its plugin reaches into"
         in said[1]

@@ -63,7 +63,7 @@ def onevision(folder: Path) -> Path:
     return folder
 
 
-def test_no_image_has_more_tokens_than_the_one_that_memory_is_kept_for(processed):
+def test_memory_is_reserved_for_the_largest_image(processed):
     """Of a tall image all the newlines are left; the largest square has fewer."""
     assert processed["tiles"]["largest"] >= processed["tiles"]["all"] > processed["tiles"]["first"]
 
@@ -74,20 +74,20 @@ def test_counts_are_exact(processed):
     assert processed["quarter"]["plain"]["prompt"] == 20 - 1
 
 
-def test_an_image_has_another_name_with_another_reducer(processed):
+def test_the_cache_key_of_an_image_includes_the_reducer(processed):
     assert len({processed[name]["plain"]["name"] for name in REDUCERS}) == 3
     assert (
         processed["half"]["plain"]["name"] == processed["half"]["again"]["name"] == processed["half"]["other"]["name"]
     )
 
 
-def test_an_image_has_another_name_with_another_question_where_the_method_asks(processed):
+def test_the_cache_key_of_an_image_includes_the_question_where_the_method_reads_it(processed):
     query_aware = processed["asks"]
     assert query_aware["plain"]["name"] == query_aware["again"]["name"] == query_aware["query"]["name"]
     assert query_aware["plain"]["name"] != query_aware["other"]["name"]
 
 
-def test_a_question_for_a_method_that_does_not_ask_is_refused(processed):
+def test_a_question_for_a_method_that_reads_none_is_refused(processed):
     assert "does not look at the question" in processed["half"]["query"]["error"]
 
 
@@ -130,7 +130,7 @@ def test_one_token_is_left_of_an_image_that_does_not_stay(cached, processed):
         assert (view["stays"], view["tokens"]) == (stays, [81 if stay else 1 for stay in stays]), name
 
 
-def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(processed):
+def test_an_image_has_one_cache_key_where_it_stays_and_another_where_it_is_left_out(processed):
     """Whatever is asked and whichever other images there are, so that caches keep them apart and know them again."""
     for asked_of in processed["views"].values():
         front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
@@ -139,6 +139,6 @@ def test_an_image_has_two_names_one_where_it_stays_and_one_where_it_is_left_out(
         assert asked_of["left and front"]["names"] == asked_of["front and left"]["names"][::-1]
 
 
-def test_names_are_given_for_every_image_and_to_a_method_that_chooses(processed):
+def test_every_image_has_a_cache_key(processed):
     assert "must be a list of 3 texts" in processed["views"]["uncached"]["few names"]["error"]
     assert "does not choose among images; leave out 'names'" in processed["half"]["names"]["error"]

@@ -102,11 +102,13 @@ def check(world: Path, folder: Path, names: tuple[str, str, str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", FEW, ids=" ".join)
-def test_a_few(world: Path, tmp_path: Path, names: tuple[str, str, str]) -> None:
+def test_a_few_quantized_checkpoints_answer_with_every_reducer(
+    world: Path, tmp_path: Path, names: tuple[str, str, str]
+) -> None:
     check(world, tmp_path, names)
 
 
-def test_one_in_the_other_vllm(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_checkpoint_answers_in_the_newer_vllm(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/test --slow` runs all tests of engines there."""
     monkeypatch.setenv("PYTHONPATH", lane.environment()["PYTHONPATH"])
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
@@ -115,7 +117,9 @@ def test_one_in_the_other_vllm(world: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", SERVED, ids=" ".join)
-def test_all(world: Path, tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_all_quantized_checkpoints_answer_with_every_reducer(
+    world: Path, tmp_path: Path, pair: tuple[str, str]
+) -> None:
     for names in REST:
         if names[:2] == pair:
             check(world, tmp_path, names)

@@ -124,7 +124,7 @@ def test_answers_and_positions_are_those_of_transformers(name, served):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.passes > 1])
-def test_what_was_asked_before_comes_from_the_prefix_cache(name, served):
+def test_repeated_requests_hit_the_prefix_cache(name, served):
     first, second = served[name][0]["passes"]
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first)
 
@@ -140,7 +140,7 @@ def test_positions_beyond_256_are_exact_in_bf16(served):
 
 
 @pytest.mark.slow
-def test_the_same_of_more_families_and_methods(tmp_path):
+def test_more_families_and_methods_answer_like_transformers(tmp_path):
     """Oracle: transformers in float32 with the same reducer attached."""
     for name, (answers, expected) in serve(MORE, tmp_path).items():
         check(answers, expected, MORE[name].dtype)

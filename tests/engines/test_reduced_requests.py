@@ -26,14 +26,14 @@ def said(request, tmp_path_factory) -> dict:
     return result
 
 
-def test_answers_keep_to_a_schema(said) -> None:
+def test_answers_follow_a_schema(said) -> None:
     for text in said["texts"]:
         values = json.loads(text)
         assert list(values) == SCHEMA["required"] and isinstance(values["sure"], bool)
         assert values["colour"] in SCHEMA["properties"]["colour"]["enum"]
 
 
-def test_the_pieces_of_an_answer_make_it_up(said) -> None:
+def test_streamed_pieces_add_up_to_the_answer(said) -> None:
     assert len(said["pieces"]) > 1 and "".join(said["pieces"]) == said["texts"][0]
 
 

@@ -125,7 +125,7 @@ def test_the_tower_runs_on_the_images_that_stay_alone(results):
 
 
 @pytest.mark.parametrize("name", ["llava, cached", "qwen3-vl"])
-def test_an_image_that_stays_is_encoded_once_whatever_is_asked(name, results):
+def test_an_image_that_stays_is_encoded_once_for_all_questions(name, results):
     """The three images stay first in the first three requests; later and in the second pass none is encoded.
 
     In steps of few tokens vLLM's encoder cache holds too few images for that.

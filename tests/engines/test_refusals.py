@@ -29,7 +29,7 @@ def answers(engine, requests, job):
 """
 
 
-def test_a_worker_goes_on_after_a_refusal(tmp_path: Path) -> None:
+def test_a_worker_continues_after_a_refusal(tmp_path: Path) -> None:
     """The real worker with an engine that refuses two of five; more than the settings allow end the run."""
     module = tmp_path / "made_up.py"
     module.write_text(MODULE)
@@ -103,7 +103,7 @@ def test_transformers_finds_the_request_that_its_model_cannot_take(tmp_path: Pat
     assert len(run.answers) == 11 and all(a.output_tokens for a in run.answers.values() if not a.refused)
 
 
-def test_transformers_counts_placeholders_before_it_is_asked(tmp_path: Path, quick_engines) -> None:
+def test_placeholders_are_counted_before_transformers_runs(tmp_path: Path, quick_engines) -> None:
     model = build("idefics3", tmp_path / "model")
     file = model / "processor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_seq_len": 3}))

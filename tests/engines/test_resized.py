@@ -74,7 +74,7 @@ def test_answers_like_transformers(family, folders, served):
 
 
 @pytest.mark.slow
-def test_other_families(tmp_path):
+def test_other_families_resize_like_transformers(tmp_path):
     folders = resized(MORE, tmp_path)
     for family, record in answered(folders).items():
         check(folders[family], record)

@@ -35,7 +35,7 @@ def test_missing_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ask(tmp_path)
 
 
-def test_a_log_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_in_a_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before the engine starts."""
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "logs" / "engine.log"))
     with pytest.raises(
@@ -44,7 +44,7 @@ def test_a_log_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ask(tmp_path)
 
 
-def test_a_log_whose_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken, capfd) -> None:
+def test_a_log_whose_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken, capfd) -> None:
     """A note, and the engine's end is still told."""
     kept = tmp_path / "logs"
     kept.mkdir()
@@ -57,7 +57,7 @@ def test_a_log_whose_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> None:
+def test_death_at_start_shows_the_last_error_lines(tmp_path: Path, broken) -> None:
     broken(
         "echo 'INFO 11-21 05:26:23 [a.py:1] loading' >&2; echo 'ValueError: head size 12 is not supported' >&2; exit 7"
     )
@@ -65,7 +65,7 @@ def test_death_at_start_tells_the_last_error_lines(tmp_path: Path, broken) -> No
         ask(tmp_path)
 
 
-def test_an_engine_that_breaks_tells_why(tmp_path: Path) -> None:
+def test_a_failing_engine_shows_its_error(tmp_path: Path) -> None:
     """The real worker with an engine that raises: Python's end, which its lifeline would abort, hides nothing."""
     module = tmp_path / "breaks.py"
     module.write_text(
@@ -85,7 +85,7 @@ def test_killed_engine_is_reported(tmp_path: Path, broken) -> None:
         ask(tmp_path)
 
 
-def test_killed_engine_is_started_again_for_what_it_owes(tmp_path: Path, broken) -> None:
+def test_a_killed_engine_restarts_for_the_remaining_answers(tmp_path: Path, broken) -> None:
     """The second worker gets the request that the first did not answer, and only that."""
     reply = (
         """{"event": "answer", "id": "%s", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}"""
@@ -130,7 +130,7 @@ def test_noise_on_standard_output_is_skipped(tmp_path: Path, broken) -> None:
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_silence_times_out_and_leaves_no_process(tmp_path: Path, broken, ready: bool) -> None:
+def test_a_silent_engine_times_out_and_leaves_no_process(tmp_path: Path, broken, ready: bool) -> None:
     pid = tmp_path / "pid"
     first = """echo '{"event": "ready", "engine": {}}'; """ if ready else ""
     broken(f"{first}sleep 60 & echo $! > {pid}; wait")
@@ -139,7 +139,7 @@ def test_silence_times_out_and_leaves_no_process(tmp_path: Path, broken, ready: 
     assert wait_until_gone(int(pid.read_text()))
 
 
-def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path, broken, monkeypatch) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, broken, monkeypatch) -> None:
     pid = tmp_path / "pid"
     broken(f"trap '' TERM; (trap '' TERM; sleep 60) & echo $! > {pid}; wait; sleep 60")
     with pytest.raises(UserError, match="had not loaded"):
@@ -158,7 +158,7 @@ def test_a_dead_engine_is_noticed_while_its_child_lives(tmp_path: Path, broken) 
     assert wait_until_gone(int(pid.read_text()))
 
 
-def test_last_words(tmp_path: Path) -> None:
+def test_the_last_error_lines_are_found(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_words(log) == ""
     log.write_text(
@@ -246,7 +246,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
+def test_the_vllm_engine_runs(qwen: Path, tmp_path: Path, quick_engines) -> None:
     """One run with all kinds of requests. Prompt lengths prove that each image was seen: byte tokens and the image's grid."""
     Image.new("RGB", (56, 84), "red").save(tmp_path / "a.png")  # 4 x 6 patches = 2 x 3 visual tokens, a pair of marks
     Image.new("RGB", (112, 56), "blue").save(tmp_path / "b.png")  # 2 x 4 visual tokens
@@ -281,7 +281,7 @@ def test_real_engine(qwen: Path, tmp_path: Path, quick_engines) -> None:
 
 
 @pytest.mark.engine
-def test_real_engine_that_cannot_load(qwen: Path, tmp_path: Path, quick_engines) -> None:
+def test_a_model_that_vllm_cannot_load_is_reported(qwen: Path, tmp_path: Path, quick_engines) -> None:
     """A checkpoint without its weights: the engine's own words, in one line."""
     copy = tmp_path / "copy"
     copy.mkdir()

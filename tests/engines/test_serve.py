@@ -31,7 +31,7 @@ from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils.errors import UserError
 
 
-def test_flags(checkpoint: Path) -> None:
+def test_flags_reach_vllm(checkpoint: Path) -> None:
     arguments = arguments_of(checkpoint, port=1234, max_model_len=512, extra=["--seed", "3"])
     assert arguments[0] == str(checkpoint)
     pairs = dict(zip(arguments[1::2], arguments[2::2], strict=True))
@@ -60,7 +60,7 @@ def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.Mon
     assert "513" in arguments_of(tmp_path, max_model_len=513)
 
 
-def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
+def test_videos_are_off_by_default(checkpoint: Path) -> None:
     assert [line for line in remarks(arguments_of(checkpoint)) if "Requests can have no videos; --videos N" in line]
     arguments = arguments_of(checkpoint, videos=2)
     assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
@@ -70,11 +70,25 @@ def test_videos_are_off_unless_asked_for(checkpoint: Path) -> None:
         arguments_of(checkpoint, videos=-1)
 
 
+def test_a_server_that_others_reach_is_told_what_it_fetches(checkpoint: Path) -> None:
+    """One warning, where no flag says which hosts images may come from; this machine alone gets none."""
+    warned = {
+        host: sum(line.startswith("warning: ") for line in remarks(arguments_of(checkpoint, host=host, extra=extra)))
+        for host, extra in (
+            ("0.0.0.0", []),
+            ("127.0.0.1", []),
+            ("10.0.0.7", ["--allowed-media-domains", "example.org"]),
+            ("::", ["--host", "localhost"]),
+        )
+    }
+    assert warned == {"0.0.0.0": 1, "127.0.0.1": 0, "10.0.0.7": 0, "::": 0}
+
+
 @pytest.mark.parametrize(
     ("reducer", "query_aware"),
     [("relevance:0.5", True), ("dart:0.5", False)],
 )
-def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, query_aware: bool, tmp_path: Path) -> None:
+def test_clients_may_send_the_question_to_the_reducer(reducer: str, query_aware: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(reducer_block.config_with_reducer(plain, parse_reducer(reducer))))
     arguments = arguments_of(tmp_path, videos=1)
@@ -87,7 +101,7 @@ def test_clients_may_ask_where_the_reducer_reads_the_question(reducer: str, quer
     assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
 
 
-def test_kv_scales_ask_for_an_fp8_cache(checkpoint: Path) -> None:
+def test_kv_scales_select_an_fp8_cache(checkpoint: Path) -> None:
     config = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     arguments = arguments_of(checkpoint)
@@ -162,9 +176,7 @@ FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), {"weights": FP8["weights"] | {"type": "int"}}, False),
     ],
 )
-def test_what_is_slow_is_said(
-    engine: Installed, group: dict, said: bool, checkpoint: Path, monkeypatch, capsys
-) -> None:
+def test_slow_settings_warn(engine: Installed, group: dict, said: bool, checkpoint: Path, monkeypatch, capsys) -> None:
     """FP8 without the plugin on a processor where torch has a reference kernel only; before the engine starts."""
     config = {"quantization_config": {"config_groups": {"group_0": group}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -176,7 +188,7 @@ def test_what_is_slow_is_said(
     assert (line in capsys.readouterr().err) is said
 
 
-def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint folder"):
         serve(tmp_path / "nothing")
     (checkpoint / "config.json").write_text("{")
@@ -193,7 +205,9 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
         ({}, "", "needs vLLM's plugin 'vlmcompress'"),
     ],
 )
-def test_a_reducer_that_would_be_refused(block, plugins, text, tmp_path: Path, monkeypatch) -> None:
+def test_an_unserved_reducer_is_refused_before_the_engine_starts(
+    block, plugins, text, tmp_path: Path, monkeypatch
+) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     config = reducer_block.config_with_reducer(plain, parse_reducer("dart:0.5"))
     (tmp_path / "config.json").write_text(json.dumps(config | {reducer_block.KEY: config[reducer_block.KEY] | block}))
@@ -203,7 +217,7 @@ def test_a_reducer_that_would_be_refused(block, plugins, text, tmp_path: Path, m
         serve(tmp_path)
 
 
-def test_port_taken(checkpoint: Path) -> None:
+def test_a_taken_port_is_refused(checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

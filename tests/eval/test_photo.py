@@ -156,7 +156,7 @@ def sample_empty(scene, album) -> np.ndarray:
 
 
 @torch.no_grad()
-def test_questions_in_one_sequence_are_as_if_asked_alone(album, tokens):
+def test_packed_questions_are_answered_as_alone(album, tokens):
     """Also where visual tokens are left out: as if they were hidden from attention."""
     model, writer = begin(tokens), Writer(tokens, 16)
     scene, random = sample_scene(Random(3), "train", album), Random(0)
@@ -188,7 +188,7 @@ def test_questions_in_one_sequence_are_as_if_asked_alone(album, tokens):
     assert min(map(len, drawn)) < 6 and max(map(len, drawn)) > 150
 
 
-def test_a_model_is_joined_written_and_asked(album, dino, tokens, tmp_path, monkeypatch):
+def test_a_model_is_joined_written_and_answers(album, dino, tokens, tmp_path, monkeypatch):
     """From a pool to a checkpoint that transformers loads whole; its processor and tower give what the training saw."""
     from eval.demo.export import export
 
@@ -243,7 +243,7 @@ def drawn_pool(album) -> Pool:
     return Pool(scenes, features.astype(np.float32), items)
 
 
-def test_pictures_that_nobody_drew_are_like_those_of_their_name(drawn_pool):
+def test_pictures_match_their_captions(drawn_pool):
     """Means of drawn things against the sample's: theirs, and `SPREAD` times its deviation; the rest stays as it was."""
     torch.manual_seed(0)
     unseen, random = Unseen(drawn_pool), Random(0)

@@ -66,7 +66,7 @@ def test_answers_are_learned_as_if_each_question_were_alone(trained):
     assert torch.allclose(together, torch.cat(alone), atol=1e-3)
 
 
-def test_the_checkpoint_says_what_was_trained(trained):
+def test_the_checkpoint_records_its_training(trained):
     """Up to the 16 bits of its weights: more like the trained model than like the demo it comes from."""
     training, folder = trained
     inputs, labels = training.encoded(training.new(training.skill.drawn("validation", training.plan.variant)))
@@ -89,7 +89,7 @@ def test_a_training_begins_with_what_another_skill_learned(trained, tmp_path):
         assert torch.equal(training.ema[name], training.learned[name]) and training.step == 0
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="train first"):
         assemble.finish(tmp_path / "none.pt", tmp_path / "out")
     with pytest.raises(UserError, match="is not there; write it with"):
@@ -97,7 +97,7 @@ def test_what_is_missing_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(assemble.CARD.parent.glob("*.safetensors")), ids=lambda file: file.stem)
-def test_what_the_repository_has_is_small(file):
+def test_files_in_the_repository_are_small(file):
     assert file.stat().st_size < 10e6
 
 

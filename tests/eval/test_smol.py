@@ -100,7 +100,7 @@ def test_prose_is_compared_with_the_language_model_on_its_grid():
 
 
 @torch.no_grad()
-def test_questions_in_one_sequence_are_as_if_asked_alone():
+def test_packed_questions_are_answered_as_alone():
     """The mask and the positions, against a forward pass of each question by itself."""
     model, writer = tiny(), Writer(build_tokenizer("qwen"))
     questions = [("What is at row 2 column 3?", "star"), ("How many red shapes are there?", "2"), ("Copy A B.", "A B")]
@@ -114,7 +114,7 @@ def test_questions_in_one_sequence_are_as_if_asked_alone():
         assert torch.allclose(together, answered([turn])[0], atol=1e-5)
 
 
-def test_a_table_says_what_is_seen_in_words_that_the_tower_knows():
+def test_descriptions_use_words_that_the_tower_knows():
     random = Random(0)
     for kind in ("object_at", "chart") * 20:
         view = sample_view(random, kind, (3, 3), "train")

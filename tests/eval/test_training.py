@@ -54,6 +54,6 @@ def test_only_answers_are_learned_and_hard_forms_are_drawn_more():
         assert (batch.ids == writer.image_id).sum() == batch.cells["thing"].numel()
 
 
-def test_forms_tell_skills_apart():
+def test_each_skill_has_its_own_question_forms():
     assert form_of("The box is red. What colour is the box?") == "The"
     assert form_of("Where is the star?") == "Where is" and form_of("Sort 3 1 2.") == "Sort"

@@ -66,7 +66,7 @@ def test_drawing_and_sampling_depend_on_the_seed_alone():
     np.testing.assert_array_equal(sample_chart(Random(3)).draw()[0], sample_chart(Random(3)).draw()[0])
 
 
-def test_token_labels_say_what_lies_under_each_token():
+def test_token_labels_name_the_object_at_each_token():
     for seed in range(20):
         scene = sample_scene(Random(seed), (3, 3), "train")
         pixels, labels = scene.draw()
@@ -162,7 +162,7 @@ def test_answers_are_not_lopsided():
         assert max(map(answers.count, set(answers))) < 0.5 * len(answers)
 
 
-def test_every_family_can_be_asked_on_every_grid():
+def test_every_family_has_questions_on_every_grid():
     for variant, grids in VARIANTS.items():
         for family in set(FAMILIES) - {"text"}:
             view = sample_view(Random(1), family, grids[-1], "train")
@@ -171,7 +171,7 @@ def test_every_family_can_be_asked_on_every_grid():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_descriptions_say_what_is_in_the_scene(variant):
+def test_descriptions_match_the_scene(variant):
     """Read back from the text, word by word, and of a length that makes decoding count; the splits share none."""
     texts: dict[str, set[str]] = {}
     for split in SPLITS:

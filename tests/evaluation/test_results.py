@@ -23,7 +23,7 @@ from vlmcompress.utils.errors import UserError
         (("candidate", "weight_bytes"), 10**400, "candidate.weight_bytes"),
     ],
 )
-def test_results_that_cannot_be(where, value, message, tmp_path):
+def test_impossible_results_are_refused(where, value, message, tmp_path):
     """Counts below zero, shares above one and NaN are refused in one line."""
     data = make_results().to_dict()
     inner = data
@@ -36,7 +36,7 @@ def test_results_that_cannot_be(where, value, message, tmp_path):
 
 
 @pytest.mark.parametrize("picture", ["AAAA", "!!", ""])
-def test_pictures_that_are_none(picture, tmp_path):
+def test_files_that_are_no_pictures(picture, tmp_path):
     results = make_results()
     results = results.model_copy(update={"pictures": {sample.id: [picture] for sample in results.samples}})
     with pytest.raises(UserError, match="a picture that is not a PNG"):

@@ -50,7 +50,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     return source, folder / "out"
 
 
-def test_images_of_the_calibration_are_found_among_a_suites(made, tmp_path):
+def test_calibration_images_in_the_test_data_are_found(made, tmp_path):
     """By their pixels: the report warns, as the candidate is judged on what it was calibrated on."""
     source, out = made
     record = json.loads((out / manifest.MANIFEST).read_text())
@@ -115,7 +115,7 @@ def test_how_it_was_made(made):
     assert side.made.versions.keys() >= {"vlmcompress", "torch"} and side.scheme == "gptq"
 
 
-def test_what_cannot_be_read_is_left_out(tmp_path):
+def test_unreadable_facts_are_left_out(tmp_path):
     """A measurement of hours is not lost for a manifest or a file of weights that is not as it should be."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / manifest.MANIFEST).write_text(json.dumps({"schema_version": 1, "recipe": ["gptq"]}))

@@ -85,7 +85,7 @@ def test_experts_merged_as_peft_merges(tmp_path):
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_folder_with_an_adapter_stands_for_both(bases, tmp_path, capsys):
+def test_an_adapter_folder_names_its_base(bases, tmp_path, capsys):
     """The base that the adapter names, or that is given with it; names as older releases of transformers wrote them."""
     expected = trained(bases["qwen2-5-vl"], tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / adapter.WEIGHTS)
@@ -152,7 +152,7 @@ def good(bases, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_adapters_end_in_a_line(case, good, tmp_path, capsys):
+def test_bad_adapters_are_one_line(case, good, tmp_path, capsys):
     shutil.copytree(good, tmp_path / "adapter")
     damage, message = BAD[case]
     damage(tmp_path / "adapter")

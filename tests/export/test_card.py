@@ -68,7 +68,7 @@ def test_metadata_is_what_the_hub_reads(original: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "unheard-of"])
 def test_a_card_offers_what_loads(form: str, tmp_path: Path) -> None:
     text, metadata, facts = rendered(tmp_path / "x y", form)
-    vllm, transformers = (readers.load_verdict(name, facts) for name in ("vllm", "transformers"))
+    vllm, transformers = (readers.engine_support(name, facts) for name in ("vllm", "transformers"))
     assert ("vllm serve './x y' --served-model-name x-y" in text) is (vllm.reason is None)
     assert ("vllm" in metadata["tags"]) is (vllm.reason is None)
     loads = transformers.reason is None
@@ -95,7 +95,7 @@ def test_zero_points_name_the_versions_that_load_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["gguf", "mlx", "openvino"])
-def test_folders_of_other_engines_carry_no_text_of_vllms(form: str, tmp_path: Path) -> None:
+def test_cards_of_other_engines_do_not_mention_vllm(form: str, tmp_path: Path) -> None:
     block = {"quant_method": form, "bits": 4, "group_size": 64}
     text, metadata, facts = rendered(tmp_path / "out", "bf16", quantization_config=block)
     page = launch.render_launch_files(facts)["README.md"]
@@ -104,7 +104,7 @@ def test_folders_of_other_engines_carry_no_text_of_vllms(form: str, tmp_path: Pa
     assert "vllm.sh" not in page and "Flags are for" not in page and "grafana" not in page
 
 
-def test_what_is_left_as_it_was(tmp_path: Path) -> None:
+def test_unchanged_layers_are_listed(tmp_path: Path) -> None:
     text, *_ = rendered(tmp_path / "out", "embeddings")
     assert "Left as they were: norms." in text
     block = {**FORMATS["gguf"], "modules_to_not_convert": ["model.visual", "lm_head"]}

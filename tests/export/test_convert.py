@@ -73,7 +73,7 @@ def edited(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_there_and_back_is_the_same_file(family, name, ours, tmp_path):
+def test_converting_there_and_back_gives_the_same_file(family, name, ours, tmp_path):
     start = ours(family, SCHEMES[name])
     record = convert(start, tmp_path / "there", name)
     assert record["converted"] == {"from": "compressed-tensors", "to": name, "folder": "ct"}
@@ -182,7 +182,7 @@ def test_scales_of_the_kv_cache_are_left_out_with_a_warning(ours, tmp_path, sche
     assert all(check.ok for check in diagnose(tmp_path / "out")), diagnose(tmp_path / "out")
 
 
-def test_another_tools_awq(ours, tmp_path):
+def test_awq_of_another_tool(ours, tmp_path):
     """As AutoAWQ left them: numbers under older names, no manifest, no `sym`. Oracle: auto-round's unpacking."""
     convert(ours("qwen2-5-vl", "w4-asymmetric"), tmp_path / "awq", "awq")
 
@@ -202,7 +202,7 @@ def test_another_tools_awq(ours, tmp_path):
         assert torch.equal(theirs.T, weight.dequantize(torch.float32))
 
 
-def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
+def test_compressed_tensors_of_another_tool(ours, tmp_path):
     """As llm-compressor leaves them: layers ignored in one naming only, keys that say nothing. The weights stay as they are."""
     shutil.copytree(ours("llava", "w4-symmetric"), tmp_path / "theirs")
 
@@ -220,7 +220,7 @@ def test_another_tools_compressed_tensors_becomes_ours(ours, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_another_tools_scales_that_are_finer_than_the_models_type(ours, tmp_path):
+def test_scales_finer_than_the_models_type_are_kept(ours, tmp_path):
     """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded, and a warning says what that means."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")
 
@@ -323,7 +323,7 @@ def test_pickles_truncated_files_and_plain_models_are_refused(sources, ours, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 
-def test_a_checkpoint_of_ours_that_was_changed_is_refused(ours, tmp_path):
+def test_an_edited_checkpoint_is_refused(ours, tmp_path):
     """Its manifest would vouch for other weights."""
     shutil.copytree(ours("llava", "w4-symmetric"), tmp_path / "ct")
     weights = tensors(tmp_path / "ct")

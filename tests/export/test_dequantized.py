@@ -119,7 +119,7 @@ def test_fp8_is_quantized_anew_in_one_step(source, tmp_path, capsys):
         (-1, f"a scale in '{STORED}.weight_scale' is negative"),
     ],
 )
-def test_codes_are_no_weights_without_a_right_scale(source, scale, message, tmp_path, capsys):
+def test_codes_without_a_valid_scale_are_refused(source, scale, message, tmp_path, capsys):
     """Even where the config lists the layer as unquantized; in everything that reads another tool's checkpoint."""
     fp8 = tmp_path / "fp8"
     rtn.write(source, fp8, rtn.SCHEMES["fp8"])
@@ -157,7 +157,7 @@ def test_fp8_with_the_names_of_comfyui(source, tmp_path, capsys):
     assert torch.equal(*(Stored.of(folder)[ROUNDED][0].dequantize() for folder in (ours, tmp_path / "out")))
 
 
-def test_what_is_not_fp8_is_not_rounded_twice(source, tmp_path, capsys):
+def test_tensors_that_are_not_fp8_are_not_rounded_twice(source, tmp_path, capsys):
     four = tmp_path / "four"
     rtn.write(source, four, rtn.SCHEMES["w4-symmetric"])
     code, _, error = run(capsys, "quantize", four, "-o", tmp_path / "out", "--scheme", "rtn", "--from-quantized")

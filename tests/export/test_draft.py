@@ -19,7 +19,7 @@ from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.evaluation.doctor.files import diagnose
 from vlmcompress.export.convert import convert
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
@@ -64,19 +64,19 @@ def test_every_format_has_the_same_bytes(source, written):
     assert {"re:^mtp.*", "re:.*mtp.*"} <= set(ignore)
 
 
-def test_a_quantized_tower_alone_has_it_too(source, tmp_path):
+def test_a_quantized_tower_alone_keeps_the_draft_head(source, tmp_path):
     quantize(resolve({"model": str(source), "out": str(tmp_path / "out"), "scheme": "none", "vision": "fp8"}).recipe)
     assert all(torch.equal(tensor, head(tmp_path / "out")[name]) for name, tensor in head(source).items())
 
 
-def test_transformers_loads_it(written):
+def test_transformers_loads_a_checkpoint_with_a_draft_head(written):
     _, info = AutoModelForImageTextToText.from_pretrained(written["compressed-tensors"], output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["compressed-tensors", "awq", "gptq", "gptq-v2", "modelopt"])
-def test_vllm_takes_it_for_unquantized(written, name):
+def test_vllm_loads_the_draft_head_unquantized(written, name):
     """Judged by vLLM's own config classes; the same block without our entries is the control."""
     block = json.loads((written[name] / "config.json").read_text())["quantization_config"]
     names = [f"mtp.{part}" for part in ("fc", "layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")]
@@ -122,7 +122,7 @@ def packed(tensors, text):
         (packed, "head that drafts tokens is quantized .'mtp.layers.0.mlp.up_proj.weight' is F8_E4M3"),
     ],
 )
-def test_a_head_that_is_not_what_the_config_says(source, written, change, message, tmp_path):
+def test_a_draft_head_that_contradicts_the_config(source, written, change, message, tmp_path):
     bad = edited(source, tmp_path / "bad", change)
     recipe = resolve({"model": str(bad), "out": str(tmp_path / "out"), "scheme": "rtn"}).recipe
     with pytest.raises(UserError, match=message):
@@ -135,7 +135,7 @@ def test_a_head_that_is_not_what_the_config_says(source, written, change, messag
         convert(bad, tmp_path / "out", "gptq")
 
 
-def test_a_head_that_was_lost(source, tmp_path):
+def test_a_missing_draft_head(source, tmp_path):
     """What transformers saves can be served without speculation: a warning, and the new config says what is there."""
     lost = build("qwen3-5", tmp_path / "lost", hub_names=False)
     assert head(lost) == {}
@@ -202,7 +202,7 @@ def test_a_next_block_that_the_config_does_not_have(numbered, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["compressed-tensors", "awq", "gptq", "modelopt"])
-def test_vllm_takes_the_next_block_for_unquantized(numbered, name):
+def test_vllm_loads_the_next_block_unquantized(numbered, name):
     block = json.loads((numbered[name] / "config.json").read_text())["quantization_config"]
     names = ["model.layers.16.self_attn.qkv_proj", "model.layers.16.mlp.down_proj", "model.layers.15.mlp.down_proj"]
     (ours,) = asked("naming", [{"block": block, "names": names}])
@@ -221,7 +221,7 @@ def test_doctor_misses_the_entries(written, tmp_path):
         assert not draft.ok and re.search(message, draft.detail)
 
 
-def test_families_without_a_head_say_nothing(tmp_path):
+def test_families_without_a_draft_head_mention_none(tmp_path):
     source = models.Source.of(build("llava", tmp_path / "llava"))
     assert models.draft_problem(source.spec, source.config, source.stored) is None
     assert models.draft_lost(source.spec, source.config, source.stored) is None

@@ -114,9 +114,9 @@ NVIDIA_FILE = {
         ("modelopt", NVIDIA_FILE),
     ],
 )
-def test_what_other_tools_write_passes(format, block):
+def test_configs_of_other_tools_pass(format, block):
     """Blocks by the tools' own classes, where they are installed, and as published checkpoints have them."""
-    FORMATS.get(format).check(block)
+    FORMATS.get(format).require_supported(block)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_what_other_tools_write_passes(format, block):
         ("modelopt", NVIDIA | {"quantized_layers": {"a": {"smoothing": 1}}}, "quantized_layers.a.smoothing"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(format, block, key):
+def test_unsupported_configs_are_refused_by_name(format, block, key):
     with pytest.raises(UserError, match=f"quantization_config has .*{key}") as caught:
-        FORMATS.get(format).check(block)
+        FORMATS.get(format).require_supported(block)
     assert "\n" not in str(caught.value)
 
 

@@ -40,7 +40,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     return source, folder / "out"
 
 
-def test_hashes_every_other_file(made):
+def test_a_manifest_hashes_every_other_file(made):
     """Oracle: sha256sum of each file."""
     _, out = made
     files = manifest.read_manifest(out)["files"]
@@ -51,7 +51,7 @@ def test_hashes_every_other_file(made):
         assert done.stdout.split()[0] == entry["sha256"] and (out / name).stat().st_size == entry["size"]
 
 
-def test_says_what_was_done_and_no_paths(made):
+def test_a_manifest_records_the_run_without_paths(made):
     source, out = made
     content = manifest.read_manifest(out)
     assert content["recipe"] == {"model": "llava", "out": "out", "scheme": "rtn", "seed": 3, "options": {"bits": 4}}
@@ -63,7 +63,7 @@ def test_says_what_was_done_and_no_paths(made):
     assert str(source.parent) not in text and "/home" not in text
 
 
-def test_the_source_is_told_by_its_headers(made, tmp_path):
+def test_the_source_is_identified_by_its_headers(made, tmp_path):
     source, _ = made
     before = identity.source_identity(source)
     assert before == identity.source_identity(source)
@@ -74,7 +74,7 @@ def test_the_source_is_told_by_its_headers(made, tmp_path):
     assert identity.source_identity(other)["headers_sha256"] != before["headers_sha256"]
 
 
-def test_content_is_told_apart_by_any_byte(tmp_path):
+def test_any_changed_byte_changes_the_hash(tmp_path):
     """In one process, where hashes are kept, and although the time of last change stays; wherever the folder lies."""
     model = tmp_path / "model"
     model.mkdir()
@@ -99,7 +99,7 @@ def test_unreadable(tmp_path, content):
         manifest.read_manifest(tmp_path)
 
 
-def test_card_tells_how_to_serve(made):
+def test_a_card_shows_how_to_serve(made):
     _, out = made
     text = (out / card.CARD).read_text()
     assert "vllm serve ./out --served-model-name out --kv-cache-dtype fp8" in text

@@ -75,7 +75,7 @@ def test_changed_parameters_and_kv_scales(source, out):
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
-def test_names_that_an_engine_does_not_find_are_put_right(tmp_path, family):
+def test_names_that_an_engine_does_not_find_are_corrected(tmp_path, family):
     """Oracle: the same model under the hub's names. What is made of it as transformers saves it is equal, name by name."""
     for kind, hub in (("hub", True), ("saved", False)):
         build(family, tmp_path / kind, hub_names=hub)
@@ -230,7 +230,7 @@ def test_a_layer_that_cannot_be_read_is_named_once(source, out):
         checkpoint.write(replace(parts, quantized=Unread(parts.quantized)), out)
 
 
-def test_a_wrong_shape_is_a_defect(source, out):
+def test_a_wrong_shape_is_an_internal_error(source, out):
     norm = "model.language_model.norm.weight"
     with pytest.raises(ValueError, match="norm.weight"):
         rtn.write(source, out, W4, changed={norm: torch.zeros(3)})

@@ -18,10 +18,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig(), check_compile=False):
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel()
-        return {"refused": [_refusal(**layer) for layer in job["layers"]]}
+        return {"refused": [_problem(**layer) for layer in job["layers"]]}
 
 
-def _refusal(rows: list[int], inputs: int, split: str, devices: int, group: int, block: int) -> str | None:
+def _problem(rows: list[int], inputs: int, split: str, devices: int, group: int, block: int) -> str | None:
     from vllm.distributed.utils import verify_group_size_divides_partition
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_repeat_scales_on_all_ranks

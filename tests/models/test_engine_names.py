@@ -73,7 +73,7 @@ def test_the_tables_find_what_vllm_finds(family, kind, folders, placed):
     assert lost == models.unfound(names, spec).keys() and bool(places["missing"]) == bool(lost)
 
 
-def test_a_place_has_the_name_that_the_tables_say(family, folders, placed):
+def test_modules_have_the_names_of_the_tables(family, folders, placed):
     """But for what vLLM fuses: then it is one with another last module, next to the others of the group."""
     places = placed[f"{family} hub"]["places"]
     spec = models.spec_for(models.read_config(folders[f"{family} hub"]))
@@ -101,7 +101,7 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
     assert all(answer["answer"] for answer in replies["answers"])
 
 
-def test_doctor_asks_for_names_before_all_else(checkpoint, capfd):
+def test_doctor_checks_names_first(checkpoint, capfd):
     """One failing check says what the engine lacks; no question is asked."""
     assert cli.main(["doctor", str(checkpoint("llava", False)), "--engine", "vllm", "--json"]) == 1
     (check,) = json.loads(capfd.readouterr().out)["checks"]

@@ -72,7 +72,7 @@ def test_each_expert_is_found_in_any_layout(width, layout, stored, tmp_path):
         assert copy.read_bytes() == bytes(tensor_files.to_bytes(weight))
 
 
-def test_layouts_that_cannot_be_are_refused_in_one_line(stored):
+def test_impossible_layouts_are_refused_in_one_line(stored):
     whole = fused(weights(6))
     gate_up, down = (f"{BLOCK}.{name}" for name in ("gate_up_proj", "down_proj"))
     with pytest.raises(UserError, match="no known layout") as caught:
@@ -101,7 +101,7 @@ def test_a_published_checkpoint_of_square_experts_computes_what_its_model_does(t
         torch.testing.assert_close(vlm.model(**batch).logits, model(**batch).logits)
 
 
-def test_weights_are_of_another_width_than_the_config_says(tmp_path, checkpoint):
+def test_weights_that_contradict_the_config_are_refused(tmp_path, checkpoint):
     folder = checkpoint("qwen3-vl-moe")
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -12,7 +12,7 @@ from vlmcompress import models
 from vlmcompress.models import Group, ModelSpec
 
 
-def test_answers_about_one_and_two_images(family, loaded):
+def test_quantized_models_answer_about_one_and_two_images(family, loaded):
     """Visual placeholders grow in proportion to images, and generation gives new tokens."""
     vlm = loaded(family)
     placeholder = getattr(vlm.model.config, vlm.spec.image_token)

@@ -112,14 +112,14 @@ def vlm(loaded, family) -> VLM:
     return loaded(family)
 
 
-def test_count(vlm):
+def test_tokens_of_an_image_are_counted(vlm):
     """Of sizes at the edges of settings, and of others drawn at random."""
     draw = random.Random(vlm.spec.family)
     for size in (*SIZES, *((draw.randint(20, 400), draw.randint(20, 400)) for _ in range(25))):
         assert vlm.spec.layout(vlm.processor, *size, 1).tokens == placeholders(vlm, [size]), size
 
 
-def test_count_of_several_images(vlm):
+def test_tokens_of_several_images_are_counted(vlm):
     layouts = [vlm.spec.layout(vlm.processor, *size, len(SIZES[:3])) for size in SIZES[:3]]
     assert sum(layout.tokens for layout in layouts) == placeholders(vlm, SIZES[:3])
 

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmcompress import models
-from vlmcompress.models import _checks
-from vlmcompress.models._checks import engine_architectures
+from vlmcompress.models import _requirements
+from vlmcompress.models._requirements import engine_architectures
 from vlmcompress.utils.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -45,7 +45,7 @@ def test_loads_from_a_string_in_another_dtype(checkpoint):
     assert models.load(checkpoint("llava")).model.dtype == torch.bfloat16
 
 
-def test_is_quiet(checkpoint, capfd):
+def test_loading_prints_nothing(checkpoint, capfd):
     models.load(checkpoint("llava"))
     assert capfd.readouterr() == ("", "")
 
@@ -122,7 +122,7 @@ def test_mistrals_own_format_is_named(tmp_path):
     refused(tmp_path, "Mistral's own format", models.read_config)
 
 
-def test_a_quantized_checkpoint_whose_config_does_not_say_so(folder):
+def test_a_quantized_checkpoint_without_a_quantization_config(folder):
     """Packed weights under a config without a `quantization_config`, as after a copy of the original's config.json."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -134,16 +134,16 @@ def test_a_quantized_checkpoint_whose_config_does_not_say_so(folder):
     )
 
 
-def test_what_is_said_to_be_unsupported_is(folder):
+def test_models_listed_as_unsupported_are_refused(folder):
     supported = {name for spec in models.all_specs() for name in spec.model_types}
     assert not supported & set(models.UNSUPPORTED)
     assert engine_architectures().isdisjoint({MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["glm46v"]})
 
 
-def test_what_transformers_has_is_read_from_its_source():
-    assert dict(_checks.transformers_classes()) == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    assert all(_checks.in_transformers({"model_type": name}) for name in CONFIG_MAPPING_NAMES)
-    assert not _checks.in_transformers({"model_type": "qwen2"[:-1]})
+def test_supported_architectures_are_read_from_transformers():
+    assert dict(_requirements.transformers_classes()) == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    assert all(_requirements.in_transformers({"model_type": name}) for name in CONFIG_MAPPING_NAMES)
+    assert not _requirements.in_transformers({"model_type": "qwen2"[:-1]})
 
 
 def spec_architecture(spec: models.ModelSpec) -> str:

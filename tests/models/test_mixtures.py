@@ -77,7 +77,7 @@ def _computes(out: Path, source: Path) -> None:
 
 def test_experts_of_a_block_are_planned_as_one(checkpoint):
     source = checkpoint("qwen3-5-moe")
-    survey = make_plan(recipe(source, bits={"budget": 5}), refuse=False)
+    survey = make_plan(recipe(source, bits={"budget": 5}), strict=False)
     assert survey.budget and {key for key in survey.budget.sizes if key[0] == 0} == {
         (0, name) for name in ("gdn_in", "gdn_out", "shared_expert.gate_up", "shared_expert.down", "experts")
     }
@@ -87,16 +87,16 @@ def test_experts_of_a_block_are_planned_as_one(checkpoint):
     assert rows["experts.gate_up"] == (2, 4) and rows["shared_expert.gate_up"] == (2, 0)
 
 
-def test_what_experts_cannot_have_is_refused_in_one_line(checkpoint):
+def test_options_that_experts_lack_are_refused_in_one_line(checkpoint):
     source = checkpoint("qwen3-5-moe")
-    (problem,) = make_plan(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"]), refuse=False).problems
+    (problem,) = make_plan(recipe(source, skip=["layers.0.mlp.experts.2.down_proj"]), strict=False).problems
     assert "not all experts of block 0" in problem and "\n" not in problem
-    assert not make_plan(recipe(source, skip=["layers.0.mlp.experts."]), refuse=False).problems
-    (problem,) = make_plan(recipe(source, target="cpu"), refuse=False).problems
+    assert not make_plan(recipe(source, skip=["layers.0.mlp.experts."]), strict=False).problems
+    (problem,) = make_plan(recipe(source, target="cpu"), strict=False).problems
     assert "AMX" in problem and "\n" not in problem
-    assert not make_plan(recipe(source, target="cpu", skip=["mlp.experts."]), refuse=False).problems
-    assert not make_plan(recipe(source, target="h100"), refuse=False).problems
+    assert not make_plan(recipe(source, target="cpu", skip=["mlp.experts."]), strict=False).problems
+    assert not make_plan(recipe(source, target="h100"), strict=False).problems
     (problem,) = make_plan(
-        recipe(source, target="h100", options={"bits": 8, "symmetric": False}), refuse=False
+        recipe(source, target="h100", options={"bits": 8, "symmetric": False}), strict=False
     ).problems
     assert "experts of 8 bits with symmetric weights only" in problem

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.representatives
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_reloads_in_transformers_and_answers_alike(family, recipe, quantized, checkpoint, loaded):
+def test_quantized_models_reload_in_transformers_and_answer_alike(family, recipe, quantized, checkpoint, loaded):
     """No missing or unexpected key, nothing that the doctor objects to, and logits near those of the source."""
     out = quantized(family, recipe)
     failed = [check for check in doctor.diagnose(out, source=checkpoint(family)) if not check.ok]

@@ -87,7 +87,7 @@ def test_a_stale_index_beside_whole_weights(folder):
     assert all(torch.equal(tensor, tensors[EMBEDDING]) for tensor in loaded(folder))
 
 
-def test_the_index_says_which_of_two_tensors_is_meant(folder):
+def test_the_index_decides_between_two_tensors(folder):
     stale = other({EMBEDDING: load_file(folder / SINGLE)[EMBEDDING]})
     tensors = shard(folder, stale)
     assert not torch.equal(stale[EMBEDDING], tensors[EMBEDDING])
@@ -143,7 +143,7 @@ def nested(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen3-5", "qwen2-5-vl"])
-def test_names_that_were_put_in_twice(checkpoint, tmp_path, name):
+def test_duplicated_prefixes_of_names(checkpoint, tmp_path, name):
     """Such a checkpoint is read as the one that was meant, and what is made of it has the names that engines look for."""
     meant = models.Source.of(checkpoint(name))
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
@@ -247,7 +247,7 @@ def test_a_head_that_no_class_uses_is_left_out(folder, tmp_path, capsys):
     assert not [name for name in models.tensor_headers(out) if "v_head" in name]
 
 
-def test_a_tie_that_is_transformers_default_is_called_that(checkpoint, tmp_path):
+def test_a_tie_by_default_is_named_as_the_default(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("gemma3"), tmp_path / "model"))
     configure(folder, lambda c: (c.pop("tie_word_embeddings", None), c["text_config"].pop("tie_word_embeddings", None)))
     source = models.Source.of(folder)
@@ -308,7 +308,7 @@ def test_a_quantization_config_is_read_where_vllm_reads_it(quantized, tmp_path, 
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.hf_quantizer is not None
 
 
-def test_what_belongs_to_a_model(folder):
+def test_files_that_belong_to_a_model(folder):
     """Trainers leave states, logs and checkpoints next to a model; readers ask for none of them."""
     for name in (
         "checkpoint-10/config.json",

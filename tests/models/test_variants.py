@@ -31,7 +31,7 @@ def test_internvl3_5_is_an_internvl(internvl3_5, checkpoint):
     assert new == {"q_norm.weight", "k_norm.weight"}
 
 
-def test_internvl3_5_goes_the_whole_way(internvl3_5, samples, tmp_path):
+def test_internvl3_5_is_quantized_and_served(internvl3_5, samples, tmp_path):
     """Quantized with smoothing it loads in transformers and answers much as before."""
     keys = {"model": str(internvl3_5), "out": str(tmp_path / "out"), "scheme": "awq"}
     quantize(resolve(keys | {"calibrate": {"data": str(samples), "samples": 4}}).recipe)

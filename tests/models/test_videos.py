@@ -37,7 +37,7 @@ def types():
     return {name for spec in all_specs() if spec.family in rows for name in spec.model_types}
 
 
-def test_of_transformers(types):
+def test_limits_are_those_of_transformers(types):
     kinds = {
         name: getattr(transformers, PUBLISHED.get(name) or PROCESSORS[name])
         for spec in all_specs()
@@ -48,7 +48,7 @@ def test_of_transformers(types):
 
 
 @pytest.mark.slow
-def test_of_vllm(types):
+def test_frame_counts_are_those_of_vllm(types):
     """Oracle: the limits of inputs that vLLM's class of the architecture counts."""
     names = {CLASSES[name]: name for spec in all_specs() for name in spec.model_types}
     command = [interpreter(), "-c", WORKER, json.dumps(list(names))]

@@ -72,7 +72,7 @@ def written(checkpoint, samples, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind", ["gemma3", "llava", "qwen3-vl"]
 )  # tied with gains of 1 + w, untied, tied with DeepStack
-def test_the_heads_error_is_that_of_its_inputs_behind_quantized_blocks(kind, written, checkpoint, samples):
+def test_the_heads_error_is_measured_after_quantized_blocks(kind, written, checkpoint, samples):
     """Oracle: the inputs of the head in transformers, of the checkpoint itself, and the definition of the error."""
     out, manifest = written(kind)
     source, answering = models.load(checkpoint(kind)), hf_model(out)
@@ -166,7 +166,7 @@ def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):
         ("llava", {"head": "w4"}, "head is \"w4\", it should be 'bf16', 'fp8'"),
     ],
 )
-def test_refused(family_name, keys, message, checkpoint):
+def test_unsupported_heads_are_refused(family_name, keys, message, checkpoint):
     with pytest.raises(UserError, match=re.escape(message)):
         make_plan(
             resolve(

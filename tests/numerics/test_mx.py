@@ -81,7 +81,7 @@ def test_activations_are_rounded_token_by_token(bits):
     assert torch.equal(round_activations(x, ActFormat("float", bits, dynamic=True, mx=True)), expected)
 
 
-def test_refused():
+def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="MXFP4 has a scale per 32 inputs, which does not divide the layer.s 48"):
         round_to_nearest(torch.ones(4, 48), MXFP4)
     with pytest.raises(ValueError, match="dynamic scales"):

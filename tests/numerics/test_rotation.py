@@ -70,7 +70,7 @@ def test_seeds_and_numbers_draw_apart():
     Rotation("random", 4, seed=2**63 - 1)
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match="hadamard or random"):
         Rotation("walsh", 8, 0)
     with pytest.raises(ValueError, match="power of two"):

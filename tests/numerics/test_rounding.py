@@ -147,7 +147,7 @@ def test_each_symmetric_scale_is_the_better_of_two(fmt, scale_dtype, weighted):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.kind == "int"], ids=str)
-def test_columns_that_count_nothing_widen_no_range(fmt):
+def test_columns_of_zero_weight_widen_no_range(fmt):
     """The rest is rounded as if they were zero. Where no column counts, all do."""
     w = weights()
     w[:, 5::32] *= 50
@@ -276,7 +276,7 @@ def test_dequantize_in_bfloat16_is_what_a_kernel_computes():
         (lambda: weight_only(4, 0), "group_size must be a positive number or -1"),
     ],
 )
-def test_bad_formats_say_what_to_do(make, message):
+def test_bad_formats_name_a_remedy(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)

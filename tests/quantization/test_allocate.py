@@ -20,7 +20,7 @@ from vlmcompress.export import manifest
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibrate import KINDS, calibrate
 from vlmcompress.quantization.calibration import statistics_folder
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -98,7 +98,7 @@ def test_the_least_predicted_error_of_all_that_fit(world):
     assert three["bits"] <= 3.9 and allocation["predicted"] < three["predicted"]
 
 
-def test_a_budget_shared_out_without_answers_says_so(world, capsys):
+def test_a_budget_allocated_without_answers_is_reported(world, capsys):
     """Relative output errors are what is left without gradients; a rule that reads no errors has nothing to say."""
     collected = statistics_folder.read_statistics(world / "stats")
     uninformed = statistics_folder.Statistics(
@@ -270,7 +270,7 @@ def test_refusals_of_a_recipe(world, bits, message):
         recipe(world, None, bits)
 
 
-def test_statistics_that_lack_what_a_rule_or_width_needs(world, tmp_path):
+def test_statistics_without_the_needs_of_a_rule_are_refused(world, tmp_path):
     keys = {"model": str(world / "llava"), "out": str(tmp_path / "bare"), "scheme": "none"}
     keys["calibrate"] = {"data": str(world / "calib.jsonl"), "samples": 4}
     calibrate(resolve(keys).recipe, needs={"gram"})

@@ -62,7 +62,7 @@ def test_nothing_to_learn_from(setup, tmp_path):
             quantize(resolve(setup | {"reduce": reduce, "out": str(tmp_path / "out")}).recipe)
 
 
-def test_samples_to_learn_from_are_not_run_through_the_decoder(setup):
+def test_learning_counts_does_not_run_the_decoder(setup):
     """Nothing of it is quantized, so that neither the reducer nor a block is called for each of them."""
     setup, folder = setup
     labels: set[str] = set()

@@ -81,7 +81,7 @@ def test_statistics_are_those_of_one_worker(world, tmp_path):
                 torch.testing.assert_close(ours[group].sample()[name], rows, rtol=2e-2, atol=1e-2)
 
 
-def test_bad_input_is_told_once(world, tmp_path):
+def test_bad_input_is_reported_once(world, tmp_path):
     message = ended(start("quantize", *asked(world, tmp_path / "out", "--scheme", "gptq", "--set", "options.bits=99")))
     assert [code for code, _, _ in message] == [2, 2]
     assert message[0][2].startswith("error: ") and message[0][2].count("\n") == 1 and not message[1][2]

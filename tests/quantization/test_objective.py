@@ -18,13 +18,13 @@ def exact(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     return kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean()
 
 
-def test_of_a_whole_vocabulary_it_is_exact():
+def test_the_divergence_over_a_whole_vocabulary_is_exact():
     teacher, student = logits()
     divergence = teacher_cache.teacher_divergence(teacher_cache.teacher_targets(teacher), student)
     assert torch.allclose(divergence, exact(teacher, student), rtol=1e-5)
 
 
-def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
+def test_the_divergence_over_likely_tokens_is_that_of_the_coarser_distributions():
     teacher, student = logits()
     kept = teacher_cache.teacher_targets(teacher, whole=10, top=8)
     assert kept["logs"].shape == kept["ids"].shape == (4, 8)
@@ -40,7 +40,7 @@ def test_of_the_most_likely_it_is_that_of_the_coarser_distributions():
 
 
 @pytest.mark.parametrize("whole", [10, 100])
-def test_it_is_nothing_of_the_teacher_itself_and_has_a_gradient(whole):
+def test_the_divergence_from_itself_is_zero_and_has_a_gradient(whole):
     teacher, student = logits()
     kept = teacher_cache.teacher_targets(teacher, whole=whole, top=8)
     assert abs(float(teacher_cache.teacher_divergence(kept, teacher))) < 1e-5
@@ -49,7 +49,7 @@ def test_it_is_nothing_of_the_teacher_itself_and_has_a_gradient(whole):
     assert student.grad.isfinite().all() and student.grad.abs().sum() > 0
 
 
-def test_a_certain_teacher_has_no_rest():
+def test_a_certain_teacher_has_no_remaining_probability():
     teacher = torch.full((2, 50), -1e4)
     teacher[:, 3] = 0
     student = torch.randn(2, 50, requires_grad=True)

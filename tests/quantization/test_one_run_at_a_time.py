@@ -46,7 +46,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def test_at_every_offset(world: Path, tmp_path: Path) -> None:
+def test_a_second_run_at_any_moment_is_refused(world: Path, tmp_path: Path) -> None:
     """At each sign of progress of the first run (every block, the writing) a second one with other samples is refused by one
     line that names the process; the first one's weights are those of a run alone."""
     alone, out = tmp_path / "alone", tmp_path / "out"
@@ -67,7 +67,7 @@ def test_at_every_offset(world: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out"]
 
 
-def test_two_processes(world: Path, tmp_path: Path) -> None:
+def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) -> None:
     """The second ends with code 2 and one line; the first goes on, and ends well. Both by the command line."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
@@ -90,7 +90,7 @@ PIPES = {"capture_output": True, "text": True}
 
 
 @pytest.mark.parametrize("verb", ["calibrate", "learn-reducer", "recover", "search", "auto"])
-def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, capsys, verb: str) -> None:
+def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Path, capsys, verb: str) -> None:
     out = tmp_path / ("out.safetensors" if verb == "learn-reducer" else "out")
     data = str(world / "calib.jsonl")
     images = tmp_path / "images"
@@ -113,7 +113,7 @@ def test_every_verb_that_keeps_work_beside_out(world: Path, tmp_path: Path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
-def test_workers_are_told_together(world: Path, tmp_path: Path) -> None:
+def test_workers_are_refused_together(world: Path, tmp_path: Path) -> None:
     """Of two workers one looks at the lock. Both end, and one line is said."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]

@@ -101,7 +101,7 @@ def test_videos_calibrate(world, tmp_path):
         assert "no sample" not in " ".join(manifest["warnings"])
 
 
-def test_vision_and_kv_cache(world, tmp_path):
+def test_the_vision_tower_and_the_kv_cache_are_quantized(world, tmp_path):
     out = tmp_path / "out"
     quantize(recipe(world, out, "rtn", "qwen", vision="fp8", kv_cache="fp8"))
     config = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -131,7 +131,7 @@ def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["awq", "qronos"])
-def test_same_inputs_same_bytes_also_after_an_interruption(world, tmp_path, scheme):
+def test_equal_inputs_give_equal_bytes_even_after_an_interruption(world, tmp_path, scheme):
     """Stop in the middle of the second block, go on with the same command: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     options = {"options": {"group_size": 64}}
@@ -176,7 +176,7 @@ def test_finished_weight_files_are_kept(world, tmp_path, monkeypatch):
     assert last < len(rounded) < last + 8 and not kept.exists()
 
 
-def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
+def test_statistics_of_finished_blocks_are_freed(world, tmp_path, monkeypatch):
     """Gram matrices are the largest thing in memory: a block's must be gone before the next one is solved."""
     references: list[weakref.ref] = []
     solve = run.solve_block
@@ -261,7 +261,7 @@ def test_balance(world, tmp_path, scheme):
     assert weights(default.out) == weights(plain)
 
 
-def test_gptq_behind_the_scales_of_awq(world, tmp_path):
+def test_gptq_after_the_scales_of_awq(world, tmp_path):
     """The chain of smoothing, searched ranges, feedback and local search gives a whole checkpoint whose norms are divided;
     it collects what both read, and a balance weighs both."""
     steps = {"group_size": 64, "smooth": "awq", "clip": True, "sweeps": 1}

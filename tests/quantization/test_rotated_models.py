@@ -46,14 +46,14 @@ def pair(family, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, checkpoint, tmp_path):
+def test_unsupported_rotations_are_refused(name, checkpoint, tmp_path):
     with pytest.raises(UserError, match=f"a rotation does not leave {name} as it is: .*{REFUSED[name]}"):
         rotate.write_rotated(Source.of(checkpoint(name)), tmp_path / "rotated", rotate.Rotations("hadamard", 1))
     assert not (tmp_path / "rotated").exists()
 
 
 @pytest.mark.representatives
-def test_answers_stay_and_everything_has_changed(pair):
+def test_rotated_models_answer_the_same_with_other_weights(pair):
     """Logits, and the tokens that a reducer keeps by what the projector puts out; the stream itself is another one.
 
     A head that shared the embedding's weights is stored, under a name that vLLM finds, and config.json says so.
@@ -75,10 +75,10 @@ def test_answers_stay_and_everything_has_changed(pair):
     grid = (1, 1, len(old))
     kept = [reducer.reduce(Signals(grid=grid, features=rows)).anchor for rows in (old, new)]
     assert torch.equal(*kept)
-    _check_head(before, after)
+    _require_equal_head(before, after)
 
 
-def _check_head(before, after) -> None:
+def _require_equal_head(before, after) -> None:
     source = Source.of(after.path)
     assert models.tied_names(after.model) == {} and models.unfound(source.names, source.spec, source.stored) == {}
     planned = with_head(Source.of(before.path))
@@ -147,7 +147,7 @@ class _OneMore(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
 
 
-def test_what_is_no_rms_norm_is_refused(loaded):
+def test_norms_other_than_rms_are_refused(loaded):
     """A norm that subtracts the mean, one of `1 + weight`, a parameter of no known use, a head that drafts tokens."""
     vlm = loaded("llava")
     stem = "model.language_model"

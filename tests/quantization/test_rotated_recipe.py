@@ -48,13 +48,13 @@ def likeness(model, out) -> float:
     return float(torch.cosine_similarity(logits(vlm.model, batch), logits(written, batch), dim=-1).min())
 
 
-def test_not_quantized_it_is_the_same_model(model, tmp_path):
+def test_a_rotated_model_without_quantization_is_the_same_model(model, tmp_path):
     """All that changes is BF16's rounding. OUT is whole, its size is as planned, and nothing is left next to it."""
     asked_for = recipe(model, tmp_path / "out")
     done = quantize(asked_for)
     assert likeness(model, done.out) > 0.999
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
-    planned = make_plan(asked_for, refuse=False)
+    planned = make_plan(asked_for, strict=False)
     assert done.manifest["size"]["weights_after"] == planned.bytes_after
     assert done.manifest["size"]["weights_before"] == planned.bytes_before == models.checkpoint_bytes(model)
     assert "output head" in done.manifest["warnings"][0] and done.manifest["recipe"]["rotate"] == "hadamard"
@@ -66,7 +66,7 @@ def test_not_quantized_it_is_the_same_model(model, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
-def test_quantized(scheme, model, samples, tmp_path):
+def test_quantized_rotated_models_answer(scheme, model, samples, tmp_path):
     """The schemes see a plain model: OUT loads and answers much as the source does."""
     done = quantize(recipe(model, tmp_path / "out", samples, scheme=scheme))
     assert likeness(model, done.out) > 0.93
@@ -125,7 +125,7 @@ def test_bad_input_is_one_line(line, model, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_refused_families_say_why_before_anything_is_read(checkpoint, tmp_path, capsys):
+def test_unsupported_families_are_refused_before_anything_is_read(checkpoint, tmp_path, capsys):
     arguments = ["quantize", str(checkpoint("gemma3")), "-o", str(tmp_path / "out"), "--scheme", "rtn", "--dry-run"]
     assert cli.main([*arguments, "--rotate", "hadamard"]) == 2
     assert "norms compute x * (1 + weight)" in capsys.readouterr().err

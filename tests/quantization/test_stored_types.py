@@ -90,7 +90,7 @@ def test_one_type_is_written_and_runs(model, tmp_path, kind, form):
     assert all(finding.ok for finding in doctor.diagnose(tmp_path / "out", source))
 
 
-def test_a_type_can_be_asked_for(model, tmp_path):
+def test_a_type_can_be_chosen(model, tmp_path):
     """A float32 model stays so, and says that it can be halved. `dtype` does that; the sizes that were planned are exact."""
     source = stored_as(model("llava"), tmp_path / "source", lambda t: t.float(), "float32")
     wide, half = written(source, tmp_path / "wide"), written(source, tmp_path / "half", dtype="bfloat16")
@@ -108,7 +108,7 @@ def test_a_type_can_be_asked_for(model, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "part"), [("qwen3-5", "linear_attn.A_log"), ("glm4v-moe", "mlp.gate.e_score_correction_bias")]
 )
-def test_what_is_float32_on_purpose_stays_so(model, tmp_path, kind, part):
+def test_deliberate_float32_stays_float32(model, tmp_path, kind, part):
     """As transformers keeps it, or the family's blocks compute with it; a matrix next to it is cast."""
     source = stored_as(model(kind), tmp_path / "source", lambda t: t.float())
     written(source, tmp_path / "out")
@@ -121,7 +121,7 @@ def test_what_is_float32_on_purpose_stays_so(model, tmp_path, kind, part):
     assert next(finding for finding in doctor.diagnose(tmp_path / "out") if finding.name == "types").ok
 
 
-def test_numbers_that_do_not_fit(model, tmp_path):
+def test_numbers_beyond_a_type_are_refused(model, tmp_path):
     large = stored_as(model("llava"), tmp_path / "large", lambda t: t.float() * (1e6 if t.ndim > 1 else 1))
     with pytest.raises(UserError, match="has numbers too large for float16; use --dtype bfloat16 or float32"):
         written(large, tmp_path / "out", dtype="float16")
@@ -153,7 +153,7 @@ def test_the_doctor_finds_a_mix_in_the_checkpoint_of_another_tool(model, tmp_pat
         ({}, {"I8": 9}, "bfloat16"),
     ],
 )
-def test_which_type_it_is(config, stored, name):
+def test_the_stored_type_is_found(config, stored, name):
     specs = [Spec(dtype, (4, rows)) for dtype, rows in stored.items()]
     kind = FloatType.of(config, specs)
     assert kind.name == name and FloatType.of(config, specs, "bfloat16").name == "bfloat16"

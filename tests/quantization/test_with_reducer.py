@@ -46,7 +46,7 @@ def test_a_recipe_names_a_reducer_in_either_form(tmp_path, text):
     assert got.origin("reduce.keep") == f"recipe {tmp_path / 'recipe.yaml'}"
 
 
-def test_no_reducer_by_default_and_null_takes_one_away(tmp_path):
+def test_no_reducer_by_default_and_null_removes_one(tmp_path):
     assert resolve(BASE).recipe.reduce is None and resolve(BASE).recipe.plain()["reduce"] is None
     assert reduced({"reduce": None}, "reduce: dart:0.25\n", tmp_path).recipe.reduce is None
 
@@ -76,7 +76,7 @@ def test_a_named_method_starts_anew_and_an_option_amends(tmp_path):
         ({"method": "dart", "keep": "half"}, "keep is 'half', should be a number"),
     ],
 )
-def test_what_is_wrong_with_a_reducer_is_said_in_one_line(setup, text):
+def test_problems_of_a_reducer_are_one_line(setup, text):
     with pytest.raises(UserError) as caught:
         resolve(BASE | {"reduce": setup})
     assert text in str(caught.value) and "\n" not in str(caught.value)
@@ -119,7 +119,7 @@ def test_a_checkpoint_carries_its_reducer(models, tmp_path, model_name, scheme):
         assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
-def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
+def test_a_reduced_original_needs_its_reducer_named(models, tmp_path, capsys):
     out = tmp_path / "out"
     quantize(recipe(models["llava"], reduce="dart:0.25", out=str(out)))
     with pytest.raises(UserError, match="carries the reducer dart:0.25; add --reduce dart:0.25, or another"):
@@ -133,7 +133,7 @@ def test_a_reduced_original_wants_its_reducer_named(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("extra", [{}, {"vision": "fp8"}])
-def test_data_that_nothing_reads_are_not_read(models, tmp_path, monkeypatch, extra):
+def test_unneeded_data_are_not_read(models, tmp_path, monkeypatch, extra):
     """No sample is encoded or run where no layer of the language model is quantized; the manifest says so."""
     calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
     monkeypatch.setattr(inputs, "encode_usable", lambda *_args, **_more: pytest.fail("samples were encoded"))

@@ -49,7 +49,7 @@ def test_kernels_are_those_that_vllm_picks(answers, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_formats_computed_in_16_bits_are_said_to_be(answers, name):
+def test_formats_computed_in_16_bits_are_labelled(answers, name):
     target = targets.get_target(name)
     in_16_bits = {
         key
@@ -64,13 +64,13 @@ def test_other_w4a8_is_computed_in_16_bits_everywhere(answers):
         assert (word(formats["w4a8-int"]["packed g128"], "w4a8-int") or "").endswith("(16 bits)"), machine
 
 
-def test_the_way_round_the_int8_kernel(answers):
+def test_the_workaround_for_the_int8_kernel(answers):
     assert answers["10.0"]["w8a8-int"]["rows"]["kernel"] == WORKAROUND
     assert answers[f"10.0 without {WORKAROUND}"]["w8a8-int"]["rows"]["kernel"] == "TritonInt8ScaledMMLinearKernel"
-    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get_target("b200").refusal("w8a8-int") or "")
+    assert f"VLLM_DISABLED_KERNELS={WORKAROUND}" in (targets.get_target("b200").format_problem("w8a8-int") or "")
 
 
-def test_every_format_of_a_target_is_asked_for():
+def test_every_format_of_a_target_is_covered():
     for name in NAMES:
         target = targets.get_target(name)
         assert {*target.kernels, *target.refused, *target.weight_only} - {"bf16"} == set(FORMATS)

@@ -44,7 +44,7 @@ def test_precedence(tmp_path):
     file = write(tmp_path, "target: a100\nseed: 7\nscheme: gptq\ncalibrate: {samples: 16, data: d}\nskip: [lm]\n")
     got = resolve(BASE | {"seed": 0, "calibrate": {"samples": 1}, "skip": []}, file)
     assert (got.recipe.seed, got.recipe.calibrate.samples, got.recipe.skip) == (0, 1, ())  # falsy, but given
-    assert (got.recipe.scheme, got.recipe.calibrate.data) == ("gptq", "d")
+    assert (got.recipe.scheme, got.recipe.calibrate.data) == ("gptq", str(tmp_path / "d"))
     assert got.origin("seed") == "command line"
     assert got.origin("scheme") == f"recipe {file}"
     assert got.origin("shard_size") == "default"
@@ -61,7 +61,7 @@ def test_target_gives_the_scheme():
     assert got.origin("scheme") == "target a100"
 
 
-def test_presets_of_other_tools_are_schemes_of_ours(tmp_path):
+def test_presets_of_other_tools_map_to_schemes(tmp_path):
     """In any case, from flags, files and Python, recorded by our name; each alias is in one file and no entry's name."""
     names = {"w4a16": "gptq-plus", "w4a16_asym": "gptq-plus", "INT4": "gptq-plus", "W8A8": "int8", "W8A16": "w8a16"}
     names |= {"FP8_DYNAMIC": "fp8", "fp8": "fp8", "Fp8": "fp8", "FP8": "fp8-static", "FP8-static": "fp8-static"}
@@ -107,7 +107,7 @@ def test_a_preset_means_what_it_means_there(name, capsys):
 
 
 @pytest.mark.parametrize("name", OUR_REASONS)
-def test_a_preset_that_is_not_written_says_why(name):
+def test_an_unsupported_preset_is_refused_with_the_reason(name):
     assert name in PRESET_SCHEMES
     with pytest.raises(UserError, match=f"^scheme {name}: .*; take "):
         resolve(BASE | {"scheme": name})
@@ -186,7 +186,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("text", "message"), ERRORS)
-def test_errors(tmp_path, text, message):
+def test_bad_recipes_are_refused(tmp_path, text, message):
     file = write(tmp_path, text)
     with pytest.raises(UserError, match=message) as error:
         resolve(BASE, file)
@@ -211,6 +211,22 @@ def test_recipe_file_problems(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(UserError, match="cannot read recipe .*binary.yaml"):
         resolve(BASE, tmp_path / "binary.yaml")
+
+
+def test_paths_in_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    (folder / "org" / "here").mkdir(parents=True)
+    file = write(folder, "{scheme: rtn, out: new, adapter: /abs, reduce: 'learned:scorer=s.safetensors'}")
+    (folder / "data.yaml").write_text("{scheme: rtn, calibrate: {data: org/here, text: t.jsonl}}")
+    (folder / "hub.yaml").write_text("{scheme: rtn, calibrate: {data: org/there}}")
+    monkeypatch.chdir(tmp_path)
+    recipe = resolve(BASE, file.relative_to(tmp_path)).recipe
+    assert (recipe.out, recipe.adapter) == (Path("kept/new"), Path("/abs"))
+    assert recipe.reduce.reducer.scorer == "kept/s.safetensors"
+    assert resolve(BASE, folder / "data.yaml").recipe.calibrate.data == str(folder / "org" / "here")
+    assert resolve(BASE, folder / "hub.yaml").recipe.calibrate.data == "org/there"  # an id of the Hub
+    flags = {"calibrate": {"data": "d.jsonl"}, "out": "o"}
+    assert resolve(BASE | flags, folder / "data.yaml").recipe.calibrate.data == "d.jsonl"
 
 
 def test_yaml_runs_no_code(tmp_path):
@@ -260,7 +276,7 @@ def test_reading_a_recipe_brings_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_frozen():
+def test_a_recipe_is_immutable():
     got = resolve(BASE | {"scheme": "rtn"}).recipe
     with pytest.raises(ValueError):
         got.seed = 4

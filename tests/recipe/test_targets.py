@@ -32,7 +32,7 @@ def test_default_schemes_exist_and_run(name):
     assert set(target.schemes) == {None, "memory", "throughput"}
     for scheme in target.schemes.values():
         module = SCHEMES.get(scheme)
-        assert target.refusal(targets.format_key(module.scheme(module.Options()))) is None
+        assert target.format_problem(targets.format_key(module.scheme(module.Options()))) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,7 +42,7 @@ def test_refusals_name_a_scheme_that_runs(name):
     for reason in reasons.values():
         assert "use " in reason or "set options" in reason, reason
     for key in ("w4a16", "w8a16", "wNa16", "w8a8-int", "w8a8-fp", "w8a8-fp-static", "w4a8-int", "w4a4-fp", "w4a16-fp"):
-        assert target.refusal(key) == (f"{target.title} {reasons[key]}" if key in reasons else None)
+        assert target.format_problem(key) == (f"{target.title} {reasons[key]}" if key in reasons else None)
         assert (target.kernel(key) is None) == (key in target.refused)
     assert not set(target.kernels) & set(target.refused)
     assert set(target.weight_only) <= set(target.kernels)
@@ -121,25 +121,25 @@ def test_gpus_without_cuda_are_no_cpus():
 
 def test_a_checkpoint_that_gains_nothing_still_has_a_kernel():
     a100 = targets.get_target("a100")
-    assert a100.kernel("w8a8-fp") == "Humming" and a100.refusal("w8a8-fp")
+    assert a100.kernel("w8a8-fp") == "Humming" and a100.format_problem("w8a8-fp")
     assert targets.get_target("b200").kernel("w8a8-int") is None
 
 
-def test_a100_refuses_fp8_and_says_what_to_use():
+def test_a100_refuses_fp8_and_names_an_alternative():
     with pytest.raises(
         UserError, match="A100 80GB has no FP8 tensor cores.* use int8 for throughput or gptq-plus for memory"
     ):
-        targets.refuse_scheme("a100", FP8)
+        targets.require_scheme("a100", FP8)
 
 
 def test_vision_and_kv_cache_are_checked_too():
-    assert targets.refusals("a100", W4, "fp8", {"vision tower": FP8})[0].startswith("vision tower: A100")
-    assert not targets.refusals("h100", W4, "fp8", {"vision tower": FP8})
+    assert targets.target_problems("a100", W4, "fp8", {"vision tower": FP8})[0].startswith("vision tower: A100")
+    assert not targets.target_problems("h100", W4, "fp8", {"vision tower": FP8})
 
 
 def test_cpu_refuses_eight_bit_weights_only_and_three_bits():
-    assert "use int8" in targets.refusals("cpu", W8)[0]
-    assert "options.bits" in targets.refusals("cpu", W3)[0]
+    assert "use int8" in targets.target_problems("cpu", W8)[0]
+    assert "options.bits" in targets.target_problems("cpu", W3)[0]
 
 
 def test_unknown_target_has_a_suggestion():
@@ -147,7 +147,7 @@ def test_unknown_target_has_a_suggestion():
         targets.get_target("h10")
 
 
-def test_limit():
+def test_the_memory_limit_of_a_target():
     limit = Limit(out_multiple=32, in_multiple=32, group_multiple=2)
     assert limit.problem(64, 64, 32) is None
     assert limit.problem(64, 64, -1) is None
@@ -169,6 +169,6 @@ def test_another_package_adds_a_machine(monkeypatch, tmp_path):
     assert targets.get_target("Our_Machine").title == "H100"
 
 
-def test_no_torch():
+def test_targets_import_no_torch():
     code = "import sys; from vlmcompress.recipe import targets; targets.get_target('h100'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

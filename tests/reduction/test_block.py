@@ -15,7 +15,7 @@ PLAIN = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration
 
 
 @pytest.mark.parametrize("method", REGISTRY.names())
-def test_what_is_written_is_read(method):
+def test_a_written_block_is_read_back(method):
     learned = {"dymu": "dymu:thresholds=[0.9, 0.8]"}
     reducer = parse_reducer(learned.get(method, method))
     config = json.loads(json.dumps(reducer_block.config_with_reducer(PLAIN, reducer)))
@@ -42,12 +42,12 @@ def test_a_count_from_pixels_is_carried():
 
 
 @pytest.mark.parametrize("text", ["dymu", "dymu:thresholds=x.json"])
-def test_what_is_for_a_model_in_memory_is_not_carried(text):
+def test_a_reducer_for_a_model_in_memory_is_not_stored(text):
     with pytest.raises(UserError, match="has no thresholds"):
         reducer_block.config_with_reducer(PLAIN, parse_reducer(text))
 
 
-def test_nothing_is_carried():
+def test_a_checkpoint_without_a_reducer_has_no_block():
     assert reducer_block.read_reducer(PLAIN) is None
     assert reducer_block.read_reducer({"model_type": "llava"}) is None
 
@@ -78,7 +78,7 @@ def test_nothing_is_carried():
         ({"reduce": {"method": "dymu", "thresholds": "/etc/passwd"}}, "has no thresholds"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_line(change, text):
+def test_bad_blocks_are_refused_in_one_line(change, text):
     config = reducer_block.config_with_reducer(PLAIN, parse_reducer("dart:0.5"))
     block = config["vlmcompress"]
     for key, value in change.items():

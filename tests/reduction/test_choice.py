@@ -27,7 +27,7 @@ from vlmcompress.utils.settings import merge
         ),
     ],
 )
-def test_understood(text, plain):
+def test_choices_of_reducers_are_parsed(text, plain):
     chosen = parse_reducer(text)
     assert chosen.plain() == plain
     assert reducer_of_setting(plain).plain() == plain
@@ -85,19 +85,19 @@ def test_written_as_read(text):
         ("dart:[0.5", "is not valid YAML"),
     ],
 )
-def test_refused(text, message):
+def test_bad_choices_are_refused(text, message):
     with pytest.raises(UserError) as raised:
         parse_reducer(text)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("settings", [None, 3, {"keep": 0.5}, {"method": 3}, ["dart"]])
-def test_recipes_that_say_no_method(settings):
+def test_recipes_without_a_method_are_refused(settings):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
         reducer_of_setting(settings)
 
 
-def test_what_options_say_is_no_option():
+def test_unknown_options_are_refused():
     """What the base answers for a method is not on the command line, nor in a checkpoint."""
     for text in ("dymu:0.5,LEARNS=false", "dart:0.5,vtu=true", "uniform:layer=2", "uniform:0.5,thresholds=[0.5]"):
         option = text.partition("=")[0].rpartition(",")[2].rpartition(":")[2]
@@ -105,7 +105,7 @@ def test_what_options_say_is_no_option():
             parse_reducer(text)
 
 
-def test_what_has_to_be_learnt():
+def test_methods_that_need_training():
     states = {
         "uniform:0.5": (False, False, False),
         "dymu:0.5": (True, True, False),
@@ -133,11 +133,11 @@ def test_what_has_to_be_learnt():
         ("coverage:0.5,merge=nearest", False),
     ],
 )
-def test_who_has_to_be_shown_the_question(text, query_aware):
+def test_methods_that_read_the_question(text, query_aware):
     assert parse_reducer(text).query_aware is query_aware
 
 
-def test_too_small():
+def test_images_too_small_for_a_share():
     assert parse_reducer("dart:0.1").too_small((1, 2, 2)) and not parse_reducer("dart:0.1").too_small((1, 2, 3))
     assert not parse_reducer("dymu:0.01").too_small((1, 1, 1)) and not parse_reducer("pevlm").too_small((1, 1, 1))
 
@@ -183,7 +183,7 @@ def test_two_stages(layers, resize, reduce):
         ({"reduce": "resize:0.5", "resize": {"keep": 0.5}}, "resize is given twice"),
     ],
 )
-def test_stages_that_contradict(layer, message):
+def test_contradictory_stages_are_refused(layer, message):
     with pytest.raises(UserError, match=message):
         resolved(layer)
 

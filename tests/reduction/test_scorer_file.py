@@ -30,7 +30,7 @@ def path(tmp_path):
     return tmp_path / "s.safetensors"
 
 
-def test_it_reads_what_it_wrote(path):
+def test_a_written_scorer_is_read_back(path):
     scorer = scorer_file.read(path)
     assert scorer.facts == FACTS and scorer.weights.keys() == WEIGHTS.keys()
     assert all(torch.equal(scorer.weights[name], value) for name, value in WEIGHTS.items())
@@ -140,7 +140,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         scorer_file.read(path)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
+def test_special_files_are_refused_at_once(tmp_path):
     """A folder, a pipe that nobody writes to, a device without an end, a name that no file can have."""
     os.mkfifo(tmp_path / "pipe")
     for path, text in (
@@ -154,7 +154,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_what_a_file_says_of_itself_is_quoted_in_a_few_printable_characters(path):
+def test_text_from_a_file_is_quoted_short_and_printable(path):
     facts = FACTS | {"model_type": "x" * 10_000, "source": "\x1b[31m mine\n" * 100}
     scorer_file.save_scorer(path, WEIGHTS, facts)
     with pytest.raises(UserError, match="of another model") as caught:
@@ -162,6 +162,6 @@ def test_what_a_file_says_of_itself_is_quoted_in_a_few_printable_characters(path
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600 + len(str(path))
 
 
-def test_no_scorer_is_said_before_anything_is_loaded():
+def test_a_missing_scorer_is_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match="'learned' has no scorer; train one with"):
         scorer_file.load_scorer(config(), parse_reducer("learned:0.5"))

@@ -24,7 +24,7 @@ import weights_table
 from weights_bench import Bench
 
 
-def test_texts_are_measured_as_the_models_own_logits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_measured_by_the_models_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the whole models' logits in float64; the first position counts for the loss, not for the divergence."""
     torch.manual_seed(0)
     monkeypatch.setattr(text_probe, "ROWS", 4)  # several pieces a text

@@ -82,7 +82,7 @@ def door(*arguments: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run([str(DOOR), *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
-def test_each_end_of_a_part_is_recorded_and_the_others_go_on(place: Path) -> None:
+def test_every_outcome_of_a_part_is_recorded_and_the_others_run(place: Path) -> None:
     _, parts = ran(place, "fine", "raises", "finds", "skips", "dies", "last")
     ends = {name.removeprefix("made/"): part["status"] for name, part in parts.items()}
     assert ends == {"fine": "passed", "raises": "failed", "finds": "failed", "skips": "skipped", "dies": "failed",
@@ -95,7 +95,7 @@ def test_each_end_of_a_part_is_recorded_and_the_others_go_on(place: Path) -> Non
     assert parts["made/dies"]["error"] == ["its process ended with exit code 9", "about to die"]
 
 
-def test_what_ran_is_not_run_again_and_what_was_skipped_is(place: Path) -> None:
+def test_finished_parts_are_not_repeated_and_skipped_ones_are(place: Path) -> None:
     ran(place, "fine", "raises", "skips")
     ran(place, "fine", "raises", "skips", "last")
     assert calls(place) == ["fine", "raises", "skips", "skips", "last"]
@@ -105,7 +105,7 @@ def test_what_ran_is_not_run_again_and_what_was_skipped_is(place: Path) -> None:
     assert calls(place)[6:] == ["fine", "raises"]
 
 
-def test_a_killed_check_goes_on_at_the_part_that_was_killed(place: Path) -> None:
+def test_a_killed_check_continues_at_the_killed_part(place: Path) -> None:
     (place / "call.py").write_text(CALL)
     command = [sys.executable, str(place / "call.py"), str(place / "found.json"), str(place), "fine", "slow", "last"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -144,14 +144,14 @@ def test_a_part_that_takes_too_long_fails(place: Path, monkeypatch: pytest.Monke
     assert not alive(int((place / "pid").read_text()))
 
 
-def test_nothing_starts_that_would_end_behind_the_limit(place: Path) -> None:
+def test_no_part_starts_that_would_end_after_the_limit(place: Path) -> None:
     left, parts = ran(place, "fine", "last", limit=0.5)
     assert left == ["made/fine", "made/last"] and not parts
     left, parts = ran(place, "fine", limit=1.5)
     assert not left and parts["made/fine"]["status"] == "passed"
 
 
-def test_what_can_not_run_is_skipped_with_the_reason(place: Path) -> None:
+def test_a_part_that_cannot_run_is_skipped_with_the_reason(place: Path) -> None:
     settings = driver.Check(place / "found.json", place, tiny=False, interpreter=sys.executable)
     fine, lacking = steps.Part("fine", 1, ()), steps.Part("lacking", 1, ("json", "no_such_package", "vllm_none"))
     assert driver.unable(settings, made(), fine, gpu=False) == "no NVIDIA GPU: nvidia-smi names none"
@@ -230,7 +230,7 @@ def test_tiers_share_out_the_parts() -> None:
     assert check.chosen(["tests"], "bare")[0].parts == steps.of_tier("bare")[-2].parts
 
 
-def test_an_empty_state_says_so(tmp_path: Path) -> None:
+def test_an_empty_state_is_reported(tmp_path: Path) -> None:
     assert door("--render", "--results", tmp_path / "none.json").stdout.strip() == table.EMPTY
     skipped = {name: {"status": "skipped", "reason": "no GPU"} for name in steps.names(steps.STEPS)}
     assert table.render(skipped) == table.EMPTY
@@ -299,7 +299,7 @@ INFO 11-22 [x.py:1] Using max model len 1024"""
         ("CUTLASS INT8", "TritonInt8ScaledMMLinearKernel", False),
     ],
 )
-def test_a_kernel_is_held_against_the_targets_words(expected: str, kernel: str, fits: bool) -> None:
+def test_a_kernel_is_compared_with_the_targets_table(expected: str, kernel: str, fits: bool) -> None:
     loaded = {"logged": {kernel: ["CompressedTensors"]}, "layers": {"layers.*.qkv_proj": [kernel]}}
     assert kernels.fits(expected, kernel) == fits
     assert ("wrong" in kernels.judged("w4a16", expected, loaded)) != fits
@@ -311,11 +311,11 @@ def test_every_kernel_that_a_target_names_is_known() -> None:
     for name in targets.REGISTRY.names():
         target = targets.get_target(name)
         for key in map(kernels.format_key, steps.SCHEMES):
-            if target.refusal(key) is None:
+            if target.format_problem(key) is None:
                 assert kernels.patterns(str(target.kernel(key))), f"{name}: {key}"
 
 
-def test_classes_of_kernels_are_vllms() -> None:
+def test_classes_of_kernels_exist_in_vllm() -> None:
     """Each pattern stands for a class in the installed vLLM's own list of linear kernels."""
     import importlib.util
 

@@ -24,7 +24,7 @@ import teacher_forcing
 
 def several(model: str, per_family: int) -> list[Sample]:
     """Neighbouring questions of each family: some share images, some have two, some none."""
-    samples = load_samples(bundled_data(DEMOS / model, "validation"), samples=None, seed=0, check_images=False)
+    samples = load_samples(bundled_data(DEMOS / model, "validation"), samples=None, seed=0, decode_images=False)
     return [
         s
         for family in sorted({s.family for s in samples})
@@ -104,7 +104,7 @@ def test_measures() -> None:
     assert measures["logit"][1] == pytest.approx(float(((error - error.mean()) ** 2).mean()) / spread)
 
 
-def test_activations_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
+def test_activations_are_rounded_by_the_scheme(tmp_path: Path) -> None:
     """The input of every quantized layer has 255 levels for each token; without quantized layers nothing happens."""
     original = models.load(DEMOS / "demo-llava")
     assert teacher_forcing.round_activations(original.model) == []

@@ -116,7 +116,7 @@ def test_a_draft_head_is_that_of_one_worker(engine, world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
-def test_bad_input_is_told_once(world, tmp_path):
+def test_bad_input_is_reported_once(world, tmp_path):
     """Also what only one of them comes to see: a row of the second worker's share."""
     data = tmp_path / "bad.jsonl"
     rows = [json.loads(line) for line in (world / "calib.jsonl").read_text().splitlines()]

@@ -76,7 +76,7 @@ def drafted(draft, sample, start):
     return rows
 
 
-def test_guesses_are_those_of_an_engine(draft, sample):
+def test_drafted_tokens_are_those_of_an_engine(draft, sample):
     """Teacher forced: the tokens between are the answer's, as they are where guesses are accepted."""
     logits = eagle3.guesses(draft, SHAPE, sample)
     assert len(logits) == eagle3.STEPS

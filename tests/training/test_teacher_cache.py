@@ -20,7 +20,7 @@ def shown(samples: list[Sample]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("per_image", [1, 2, 5])
-def test_no_image_is_on_both_sides(per_image):
+def test_no_image_is_in_both_splits(per_image):
     samples = [sample(i, i * 7 % (100 // per_image)) for i in range(100)]
     ordered, count = apart(samples)
     trained, held = ordered[:-count], ordered[-count:]
@@ -29,7 +29,7 @@ def test_no_image_is_on_both_sides(per_image):
     assert [row.id for row in trained] == [row.id for row in samples if row in trained], "the order is kept"
 
 
-def test_images_that_a_sample_shows_together_stay_together():
+def test_images_of_one_sample_stay_together():
     """Each sample shares an image with the next: what is held out would draw all others after it, so little is."""
     chain = [sample(i, i, i + 1) for i in range(20)]
     others = [sample(20 + i, 100 + i) for i in range(30)]

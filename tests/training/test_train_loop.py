@@ -47,7 +47,7 @@ def test_the_best_measurement_is_known():
     assert (log.best, log.best_step, log.ended) == (0.4, 100, None)
 
 
-def test_it_ends_when_nothing_falls_any_more():
+def test_training_ends_when_the_loss_stops_falling():
     log, _ = noted(0.5, *[0.6] * (PATIENCE - 1))
     assert log.ended is None
     log, _ = noted(0.5, *[0.6] * PATIENCE)
@@ -57,12 +57,12 @@ def test_it_ends_when_nothing_falls_any_more():
 
 
 @pytest.mark.parametrize("value", [2.1, math.nan, math.inf])
-def test_divergence_ends_it(value):
+def test_divergence_ends_training(value):
     log, better = noted(0.5, value)
     assert log.ended.startswith("it diverged: at step 50") and better == [True, False] and log.best == 0.5
 
 
-def test_nothing_is_trained_by_a_divergence_that_is_no_number(tmp_path):
+def test_a_nan_divergence_trains_nothing(tmp_path):
     """Otherwise any later number would be better than the first, and `held_out_kl` would be no JSON."""
     weight, called = torch.ones(2, requires_grad=True), []
     log, best = train(
@@ -114,7 +114,7 @@ def fitted(work: WorkFolder, steps: int = 40, lr: float = 0.05, broken: float | 
     return train(trained, 16, settings, **callbacks, work=work), trained
 
 
-def test_it_learns_and_keeps_the_best(tmp_path):
+def test_training_learns_and_keeps_the_best(tmp_path):
     (log, best), trained = fitted(kept(tmp_path))
     assert log.step == 40 and log.best < 0.5 * log.first and log.ended is None
     assert log.best == min(value for _, value in log.history)
@@ -122,7 +122,7 @@ def test_it_learns_and_keeps_the_best(tmp_path):
 
 
 @pytest.mark.parametrize("breaks", [1, 3, 8])
-def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, breaks):
+def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, breaks):
     (whole, best), trained = fitted(kept(tmp_path / "whole"))
     work = kept(tmp_path, breaks)
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, breaks):
     assert all(torch.equal(resumed[name], best[name]) and torch.equal(now[name], trained[name]) for name in best)
 
 
-def test_a_loss_that_is_not_finite_ends_it(tmp_path):
+def test_an_infinite_loss_ends_training(tmp_path):
     (log, best), trained = fitted(kept(tmp_path), broken=math.nan)
     assert log.ended == "it diverged: at step 1 the loss or its gradient was not finite"
     assert best == {} and not trained["w"].detach().any()

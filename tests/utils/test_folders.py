@@ -47,7 +47,7 @@ def stop(*args, original={at}, **more):
     return original(*args, **more)
 {at} = stop
 out = Path({str(out)!r})
-folders.check_out(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
+folders.require_out(Path({str(source)!r}), out, overwrite=True, mark="vlmcompress.json")
 with folders.new_folder(out) as tree:
     (tree / "vlmcompress.json").write_text("new")
 """
@@ -60,30 +60,30 @@ def test_a_run_that_was_killed_before_it_took_its_lock(place):
     source, out = place
     stage = out.parent / ".out.vlmcompress-abcdefgh"
     stage.mkdir()
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert stage.is_dir()
     os.utime(stage, (0, 0))
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert not list(out.parent.iterdir())
 
 
-def test_a_users_file_in_our_folder_is_not_deleted(place):
+def test_a_users_file_in_an_output_is_not_deleted(place):
     """--overwrite is for what the manifest lists; a lock that a killed run left is nobody's."""
     source, out = place
     ours(out, '{"files": {"config.json": {}, "serve/vllm.sh": {}}}')
     (out / "serve").mkdir()
     for name in ("config.json", "serve/vllm.sh", ".report.lock"):
         (out / name).touch()
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     (out / "serve" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=f"has files that are not in {MANIFEST}: serve/notes.txt; move them"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     assert (out / "serve" / "notes.txt").read_text() == "mine"
 
 
-def test_appears_when_done(place):
+def test_an_output_appears_when_complete(place):
     source, out = place
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     with folders.new_folder(out) as tree:
         (tree / "sub").mkdir()
         (tree / "sub" / "a").write_text("x")
@@ -100,7 +100,7 @@ def _umask() -> int:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, UserError])
-def test_nothing_is_left_of_a_failure(place, error):
+def test_a_failure_leaves_nothing(place, error):
     _, out = place
     out = out.parent / "new" / "folders" / "out"
     with pytest.raises(error), folders.new_folder(out) as tree:
@@ -117,52 +117,52 @@ def test_disk_full_is_a_user_error(place, number):
     assert not list(out.parent.iterdir())
 
 
-def test_weights_are_written_by_what_knows_a_full_disk():
+def test_every_writer_of_weights_reports_a_full_disk():
     """A draft's once were not: safetensors' own error ended in a traceback."""
     users = [file for file in (ROOT / "vlmcompress").rglob("*.py") if "save_file(" in file.read_text()]
     assert users == [Path(folders.__file__)]
 
 
-def test_exists(place):
+def test_an_existing_folder_is_refused(place):
     source, out = place
     ours(out, "old")
     with pytest.raises(UserError, match="--overwrite"):
-        folders.check_out(source, out, overwrite=False, mark=MANIFEST)
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     (out / MANIFEST).rename(out / "thesis.txt")
     with pytest.raises(UserError, match="not ours to overwrite"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
 
 
 @pytest.mark.parametrize("out", ["source", "source/out", "source/../source/deep/out", "."])
 def test_source_is_safe(place, out):
     source, _ = place
     with pytest.raises(UserError, match="source model"):
-        folders.check_out(source, source.parent / out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, source.parent / out, overwrite=True, mark=MANIFEST)
 
 
 def test_a_symlink_to_the_source_is_seen_through(place):
     source, out = place
     out.symlink_to(source)
     with pytest.raises(UserError, match="source model"):
-        folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=True, mark=MANIFEST)
 
 
-def test_unwritable(place):
+def test_an_unwritable_folder_is_refused(place):
     source, out = place
     out.parent.joinpath("file").write_text("")
     with pytest.raises(UserError, match="not a folder you can write to"):
-        folders.check_out(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
+        folders.require_out(source, out.parent / "file" / "out", overwrite=False, mark=MANIFEST)
     with pytest.raises(UserError, match="cannot write"), folders.new_folder(Path("/proc/none/out")):
         pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_without_permission(place):
+def test_a_folder_without_permission_is_refused(place):
     source, out = place
     out.parent.chmod(0o500)
     with pytest.raises(UserError, match="not a folder you can write to"):
-        folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+        folders.require_out(source, out, overwrite=False, mark=MANIFEST)
 
 
 def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
@@ -180,24 +180,24 @@ def test_overwrite_keeps_the_old_until_the_new_is_whole(place):
 
 
 @pytest.mark.parametrize("at", ["os.fsync", "os.rename", "folders.shutil.rmtree"])
-def test_killed_while_replacing(place, at):
+def test_a_run_killed_while_replacing_loses_nothing(place, at):
     """Killed before, between and after the two renames: the next run finds a whole folder and removes the rest."""
     source, out = place
     ours(out, "old")
     run_killed(place, at)
-    folders.check_out(source, out, overwrite=True, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=True, mark=MANIFEST)
     assert (out / MANIFEST).read_text() == ("new" if at == "folders.shutil.rmtree" else "old")
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_only_our_leftovers_are_removed(place):
+def test_only_leftovers_of_the_package_are_removed(place):
     source, out = place
     run_killed(place, "os.fsync")
     (out.parent / ".out.vlmcompress-mine").mkdir()
     (out.parent / ".other.vlmcompress-x").mkdir()
     (out.parent / ".other.vlmcompress-x" / "lock").write_text("")
     assert len(os.listdir(out.parent)) == 3
-    folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=False, mark=MANIFEST)
     assert sorted(os.listdir(out.parent)) == [".other.vlmcompress-x", ".out.vlmcompress-mine"]
 
 
@@ -205,6 +205,6 @@ def test_a_running_writer_is_left_alone(place):
     source, out = place
     with folders.new_folder(out) as tree:
         with pytest.raises(UserError, match="another run"):
-            folders.check_out(source, out, overwrite=False, mark=MANIFEST)
+            folders.require_out(source, out, overwrite=False, mark=MANIFEST)
         assert tree.is_dir()
     assert out.is_dir()

@@ -203,7 +203,7 @@ def test_a_broken_connection_is_resumed(online):
     assert len(sent) == 2 and sent[0] == 13_000_000 and sent[1] < len(weights)
 
 
-def test_what_arrived_is_not_fetched_again(online, monkeypatch):
+def test_downloaded_parts_are_not_fetched_again(online, monkeypatch):
     """A run that failed in the second file fetches only that one next time."""
     index = json.dumps(
         {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -227,7 +227,7 @@ def test_what_arrived_is_not_fetched_again(online, monkeypatch):
     )
 
 
-def test_refusals(online):
+def test_bad_ids_and_revisions_are_refused(online):
     """One line each, which says what to do."""
     online.add("org/pickled", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     online.add("org/other", {"README.md": b"hello"})
@@ -261,7 +261,7 @@ def test_refusals(online):
     assert "pytorch_model.bin" not in online.files()
 
 
-def test_half_a_download_is_not_taken_for_whole(online, monkeypatch):
+def test_half_a_download_is_not_used(online, monkeypatch):
     """Offline, what the cache lacks is missed: weights after a configuration, pictures of a folder."""
     online.add("org/tiny", {"config.json": b"{}", "model.safetensors": b"weights"})
     online.add("org/data", {"a.png": b"1", "b.png": b"2"}, kind="dataset")
@@ -287,7 +287,7 @@ def test_an_adapter_with_its_tokenizer(online):
     assert "adapter_model.safetensors" not in {path.name for path in hub.local("org/merged").iterdir()}
 
 
-def test_python_code_only_on_request(online):
+def test_python_code_is_downloaded_only_on_request(online):
     online.add("org/tiny", {"config.json": b"{}", "model.safetensors": b"", "modeling.py": b"code"})
     assert not (hub.local("org/tiny") / "modeling.py").exists()
     assert (hub.local("org/tiny", code=True) / "modeling.py").exists()

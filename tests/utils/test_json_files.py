@@ -16,7 +16,7 @@ NESTED = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, 2.5, NaN, null]}', "7", r'"\ud83d\ude00"', "[" * 100 + "]" * 100])
-def test_what_is_json(text):
+def test_valid_json_is_read(text):
     assert str(json_files.parse_json(text)) == str(json.loads(text)) == str(json_files.parse_json(text.encode()))
 
 
@@ -34,7 +34,7 @@ def test_what_is_json(text):
         ("yaml", "a: 2001-99-99", "it is not valid YAML: month must be in 1..12"),
     ],
 )
-def test_what_is_refused(parse, text, message):
+def test_bad_json_is_refused(parse, text, message):
     with pytest.raises((ValueError, UserError), match=message):
         json_files.parse_json(text, finite=True) if parse == "json" else yaml_files.parse_yaml(text, "it")
 
@@ -45,7 +45,7 @@ def test_yaml_that_repeats_is_read():
     assert yaml_files.parse_yaml(text, "it") == {"a": inner, "c": inner, "d": {**inner, "e": inner}}
 
 
-def test_files(tmp_path):
+def test_special_and_large_files_are_refused(tmp_path):
     """A file is read; a device, a pipe and a file that is too large are refused at once."""
     file, pipe = tmp_path / "file", tmp_path / "pipe"
     file.write_text('{"a": "é"}')

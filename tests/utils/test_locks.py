@@ -40,7 +40,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         assert not place.exists()
 
 
-def test_a_killed_holder(tmp_path: Path) -> None:
+def test_a_killed_holder_frees_the_lock(tmp_path: Path) -> None:
     """Its lock names it while it lives and is free when it is dead, whatever it left."""
     place = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(place)], cwd=ROOT, stdout=subprocess.PIPE) as holder:
@@ -58,7 +58,7 @@ def test_a_killed_holder(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def test_those_who_wait_come_one_after_the_other(tmp_path: Path) -> None:
+def test_waiting_runs_take_turns(tmp_path: Path) -> None:
     """A file that is removed and made anew between two of them lets no two in."""
     place = tmp_path / "lock"
     inside, most, turns = [0], [0], 5
@@ -85,7 +85,7 @@ def test_a_claim_leaves_no_folders(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
+def test_the_output_is_checked_under_the_lock(tmp_path: Path) -> None:
     """Another run may have finished it between the first look and the lock."""
     looks = []
 
@@ -97,3 +97,18 @@ def test_out_is_looked_at_under_the_lock(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="out exists"), locked_output(tmp_path / "out", check):
         pass
     assert looks == [False, True] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_work_folder_that_is_a_link_is_refused(restart: bool, tmp_path: Path) -> None:
+    """Whoever may write next to OUT could have put it there; nothing is written or deleted where it leads."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (tmp_path / ".out.work").symlink_to(elsewhere)
+    with (
+        pytest.raises(UserError, match=r"\.out\.work is a link, .*; remove it"),
+        locked_output(tmp_path / "out", restart=restart) as work,
+    ):
+        work.expect({"model": "m"})
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]

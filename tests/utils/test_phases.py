@@ -6,7 +6,7 @@ from vlmcompress.utils import progress
 from vlmcompress.utils.progress import phase, phase_seconds, timed_phases
 
 
-def test_an_inner_phase_is_not_the_outer_ones(monkeypatch):
+def test_an_inner_phase_is_counted_apart(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 10.0, 20.0, 24.0, 30.0, 31.5])  # outer, its inner, outer's end; outer again; alone
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     with timed_phases() as seconds:

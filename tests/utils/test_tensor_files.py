@@ -71,7 +71,7 @@ def test_a_failed_read_is_one_of_the_source(tmp_path, file, reason):
 
 @pytest.mark.parametrize("code", FLOATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_is_not_copied(tmp_path, code, bad):
+def test_nan_is_not_copied(tmp_path, code, bad):
     """The largest finite numbers are."""
     tensor = torch.full((1 << 20, 2), torch.finfo(tensor_files.DTYPES[code]).min, dtype=tensor_files.DTYPES[code])
     for name in ("finite", "other"):

@@ -26,7 +26,7 @@ def test_ratios_far_from_one_keep_three_figures() -> None:
     assert [text.times(value) for value in values] == ["0.00441x", "0.0664x", "0.10x", "1.42x", "15.05x", "227x"]
 
 
-def test_size() -> None:
+def test_sizes_in_words() -> None:
     values = [0, 12, 999, 1000, 7_119_872, 999_600_000, 61e9, 1.5e12, 5e15]
     expected = ["0 B", "12 B", "999 B", "1.00 kB", "7.12 MB", "1.00 GB", "61.0 GB", "1.50 TB", "5,000 TB"]
     assert [text.size(value) for value in values] == expected
@@ -36,7 +36,7 @@ def test_size() -> None:
     ("before", "after", "said"),
     [(7_119_872, 3_627_456, "1.96x smaller"), (100, 100, "1.00x smaller"), (100, 105, "1.05x larger")],
 )
-def test_smaller(before: int, after: int, said: str) -> None:
+def test_reductions_of_size_in_words(before: int, after: int, said: str) -> None:
     assert text.smaller(before, after) == said
 
 
@@ -61,7 +61,7 @@ def test_parse_bytes(written: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize("written", ["", "GB", "-1GB", "0", "inf", "1e400GB", "nan"])
-def test_no_sizes(written: str) -> None:
+def test_sizes_that_are_refused(written: str) -> None:
     with pytest.raises(UserError) as caught:
         text.parse_bytes(written, "--max-size")
     assert str(caught.value) == f"--max-size '{written}' is not a size; write it like 5GB or 500MB"

@@ -19,7 +19,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.workers import Failed, Workers
 
 
-def test_in_turn_starts_a_job_when_its_result_is_asked_for() -> None:
+def test_one_worker_starts_a_job_when_its_result_is_needed() -> None:
     begun: list[int] = []
     results = workers.of(None).map(lambda job: begun.append(job) or job * 10, [5, 6, 7])
     assert not begun
@@ -29,7 +29,7 @@ def test_in_turn_starts_a_job_when_its_result_is_asked_for() -> None:
     assert begun == [5, 6]
 
 
-def test_in_turn_goes_on_behind_a_users_error_only() -> None:
+def test_one_worker_continues_after_a_users_error_only() -> None:
     results = workers.of(None).map(jobs.square, [3, -1, 2])
     assert list(results) == [(0, 9), (1, Failed("-1 is negative; give a natural number")), (2, 4)]
     with pytest.raises(ZeroDivisionError):
@@ -60,7 +60,7 @@ def test_shares(nodes: list[dict[str, float]], query_aware: dict[str, float], si
         ("127.0.0.1:99999", "no Ray cluster answers at 127.0.0.1:99999 ("),
     ],
 )
-def test_addresses_that_are_none(address: str, message: str) -> None:
+def test_bad_addresses_are_refused(address: str, message: str) -> None:
     pytest.importorskip("ray")
     with pytest.raises(UserError) as caught:
         workers.of(address)
@@ -92,7 +92,7 @@ def two(nodes: Nodes) -> Iterator[Workers]:
             yield cluster
 
 
-def test_two_nodes_do_what_one_process_does(two: Workers) -> None:
+def test_two_nodes_give_the_same_as_one_process(two: Workers) -> None:
     assert (two.name, two.size) == ("ray, 2 workers", 2)
     numbers = [3, 1, -4, 1, 5, -9, 2]
     assert sorted(two.map(jobs.square, numbers), key=lambda outcome: outcome[0]) == list(

@@ -83,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown:
         flag = unknown[0].partition("=")[0]
         takers = [name for name in VERBS if name != args.verb and _parser(name)[1][name].has(flag)]
-        verbs[args.verb].refuse(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
+        verbs[args.verb].raise_unknown(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
     args.extra = extra
     return args
 

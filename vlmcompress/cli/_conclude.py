@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmcompress.cli._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.evaluation.accuracy import gate as gates
-from vlmcompress.evaluation.report.files import check_report_folder, write_report
+from vlmcompress.evaluation.report.files import require_replaceable_report, write_report
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.text import accuracy_tables
 from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, join_results, load_results
@@ -18,7 +18,9 @@ from vlmcompress.utils.folders import user_errors
 EXIT: dict[Verdict, int] = {"pass": OK, "fail": GATE, "inconclusive": UNDECIDED}
 
 
-def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side]], *, overwrite: bool) -> None:
+def require_report_folder(
+    folder: str | Path | None, sides: Callable[[], tuple[Side, Side]], *, overwrite: bool
+) -> None:
     """Raise for a report folder that can't or must not be written, before hours of measuring.
 
     Args:
@@ -30,7 +32,7 @@ def check_folder(folder: str | Path | None, sides: Callable[[], tuple[Side, Side
         UserError: the folder can't be created or written to, or holds other files or a report of other checkpoints.
     """
     if folder:
-        check_report_folder(Path(folder), *sides(), overwrite=overwrite)
+        require_replaceable_report(Path(folder), *sides(), overwrite=overwrite)
         with user_errors(Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):

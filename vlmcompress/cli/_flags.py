@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{self.prog}: missing {match[1]}"
         raise UserError(message if message.endswith("?") else f"{message}; see {self.prog} --help")
 
-    def refuse(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
+    def raise_unknown(self, unknown: str, takers: Sequence[str] = (), other: str | None = None) -> NoReturn:
         """Raise `UserError` for an unknown argument, with a suggestion.
 
         Args:
@@ -379,7 +379,7 @@ def judging(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe values of the given flags, nested; falsy values are kept. `UserError`: as in `check_model`."""
+    """The recipe values of the given flags, nested; falsy values are kept. `UserError`: as in `read_model_config`."""
     from vlmcompress.utils.settings import assign
 
     values: dict[str, Any] = {}
@@ -394,13 +394,13 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     for setting in args.set:
         assign(values, setting)
     for key in ("data", "text"):
-        refuse_missing_data(values.get("calibrate", {}).get(key))
+        require_data(values.get("calibrate", {}).get(key))
     if isinstance(path := values.get("model"), str):
-        check_model(path)
+        read_model_config(path)
     return values
 
 
-def refuse_missing_data(name: str | None, *, answered: bool = False) -> None:
+def require_data(name: str | None, *, answered: bool = False) -> None:
     """Raise `UserError` for data that don't exist, before libraries are imported; ids of the Hub pass, and no data.
 
     Args:
@@ -427,7 +427,7 @@ def training_recipe(values: Mapping[str, Any], training: Any) -> Recipe:
     return resolve({**values, "scheme": "none", "calibrate": samples | values.get("calibrate", {})}).recipe
 
 
-def check_model(name: str, family: bool = True) -> dict[str, Any]:
+def read_model_config(name: str, family: bool = True) -> dict[str, Any]:
     """Read the config.json of a MODEL, without libraries that take seconds to import; empty for an id and an adapter.
 
     Args:
@@ -441,14 +441,14 @@ def check_model(name: str, family: bool = True) -> dict[str, Any]:
 
     if hub.parse_repository(name) is not None:
         return {}
-    model_folder.check_model(Path(name))
+    model_folder.require_model(Path(name))
     config = {} if model_folder.is_adapter(Path(name)) else models.read_config(name, weights=False)
     if config and family:
         models.spec_for(config)
     return config
 
 
-def refuse_unused(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
+def require_used_values(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
     """Raise `UserError` for recipe values that a verb without a scheme does not use.
 
     Args:

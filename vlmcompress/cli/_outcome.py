@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 from vlmcompress.utils.text import duration, table
 
 Outcome = tuple[int, Any, str]
@@ -16,7 +16,7 @@ Outcome = tuple[int, Any, str]
 OK, GATE, BAD_INPUT, INTERNAL, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-def findings_text(title: str, findings: Sequence[Finding]) -> str:
+def checks_text(title: str, findings: Sequence[Check]) -> str:
     """A title, a line per finding, and the number of problems, as text."""
     bad = sum(not finding.ok for finding in findings)
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]

@@ -55,15 +55,15 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation import sides
 
     for model in (args.out, args.baseline):
-        sides.check_path(model, "vllm")
-    from vlmcompress.cli._conclude import check_folder, conclude
+        sides.require_side(model, "vllm")
+    from vlmcompress.cli._conclude import conclude, require_report_folder
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs
     from vlmcompress.evaluation.speed.measure import parse_slo
     from vlmcompress.evaluation.speed.text import speed_text
 
     gate = gates.choose_gate(args.gate)
-    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
+    require_report_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     with closing(ProgressBar()) as progress:
         results = runs.run(
             args.out,

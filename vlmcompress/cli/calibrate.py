@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.recipe import resolve
 
     values = _flags.recipe_values(args)
-    _flags.refuse_unused(values, "calibrate", KEYS)
+    _flags.require_used_values(values, "calibrate", KEYS)
     recipe = resolve(values | {"scheme": "none"}).recipe
     needs: dict[str, Any] = {"needs": frozenset(args.needs.split(","))} if args.needs else {}
     for name in args.needs.split(",") if args.needs else ():
         if name not in STATISTICS:
             raise UserError(f"--needs: no '{name}'{did_you_mean(name, STATISTICS)}")
-    model_folder.check_model(recipe.model)
+    model_folder.require_model(recipe.model)
     from vlmcompress.quantization.calibrate import calibrate, statistics_needed
 
     if args.readers:

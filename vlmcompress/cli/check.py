@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, findings_text
+from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text
 from vlmcompress.cli._planned import plan_data, plan_text
 from vlmcompress.export import readers
 from vlmcompress.utils import hub
@@ -20,7 +20,7 @@ from vlmcompress.utils.text import size as size_text
 if TYPE_CHECKING:
     from vlmcompress.quantization.plan.plan import Plan
     from vlmcompress.recipe import Recipe
-    from vlmcompress.utils.messages import Finding
+    from vlmcompress.utils.messages import Check
 
 GROUP = "look first"
 PLACE = 11
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> Outcome:
             return OK, {"ok": True, "model": str(args.model), **data}, text
         if keys == {"model"}:
             return _support(args.model)
-    resolved = resolve(_flags.recipe_values(args), args.recipe, refuse=False, weights="headers")
+    resolved = resolve(_flags.recipe_values(args), args.recipe, strict=False, weights="headers")
     recipe = resolved.recipe
     _process.import_transformers()
-    from vlmcompress.quantization.plan.findings import engine_of, examine
+    from vlmcompress.quantization.plan.examine import engine_of, examine
 
     engine = args.engine or engine_of(recipe)
     examined = examine(recipe, engine)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> Outcome:
         results.append(_devices(recipe, examined.plan, _flags.devices(args)))
     title = f"{hub.display_path(recipe.model)} with {recipe.scheme} on {recipe.target or 'any target'} in {engine}"
     data = {"ok": examined.ok, "engine": engine, "recipe": recipe.plain(), "findings": [vars(f) for f in results]}
-    text = findings_text(title, results)
+    text = checks_text(title, results)
     if examined.plan and not examined.plan.problems:
         data |= plan_data(examined.plan, resolved, examined.preview)
         text += f"\n\n{plan_text(examined.plan, resolved, examined.preview)}"
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _support(model: str) -> Outcome:
     """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
-    _flags.check_model(model, family=False)
+    _flags.read_model_config(model, family=False)
     from vlmcompress.quantization.plan.support import model_support
 
     results = model_support(hub.local(model, weights="none"))
@@ -97,23 +97,23 @@ def _support(model: str) -> Outcome:
     return OK if fine else BAD_INPUT, data, f"{hub.display_path(model)}\n{table(rows)}"
 
 
-def _devices(recipe: Recipe, plan: Plan | None, tp: int) -> Finding:
+def _devices(recipe: Recipe, plan: Plan | None, tp: int) -> Check:
     """Check whether vLLM can split the model in the recipe's format over `tp` devices. `plan`: None: no weights to read."""
     from vlmcompress import models
     from vlmcompress.quantization.plan import devices
     from vlmcompress.quantization.plan.plan import make_plan
-    from vlmcompress.utils.messages import Finding
+    from vlmcompress.utils.messages import Check
     from vlmcompress.utils.model_folder import has_weights
 
     try:
         if plan is None:
             outlined = not recipe.from_quantized and not has_weights(recipe.model)
             source = models.Source.outline(recipe.model) if outlined else None
-            plan = make_plan(recipe, source=source, refuse=False)
+            plan = make_plan(recipe, source=source, strict=False)
         problem = devices.devices_problem(plan, tp)
     except UserError as error:
-        return Finding("devices", False, str(error))
-    return Finding("devices", problem is None, problem or f"the model can be split over {tp}")
+        return Check("devices", False, str(error))
+    return Check("devices", problem is None, problem or f"the model can be split over {tp}")
 
 
 def _tokens(
@@ -122,7 +122,7 @@ def _tokens(
     """The tokens, compute and cache of a prompt with images of these sizes, before and after each `--reduce`."""
     if kv_cache is not None and kv_cache not in CACHE_BYTES:
         raise UserError(f"--kv-cache {kv_cache}: no such type{did_you_mean(kv_cache, CACHE_BYTES)}")
-    _flags.check_model(model)
+    _flags.read_model_config(model)
     from vlmcompress.reduction.choice import compared
 
     resize, reducers = compared(getattr(args, "reduce", []))

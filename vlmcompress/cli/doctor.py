@@ -9,7 +9,7 @@ from typing import Any
 
 from vlmcompress.cli import _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import BAD_INPUT, GATE, OK, Outcome, findings_text
+from vlmcompress.cli._outcome import BAD_INPUT, GATE, OK, Outcome, checks_text
 from vlmcompress.utils import hub, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Outcome:
         for name in ("prompts", "data"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} is for the check in an engine; add --engine {ENGINES[0]}")
-        model_folder.check_written(Path(args.out))
+        model_folder.require_written(Path(args.out))
         _process.import_transformers()
         from vlmcompress.evaluation.doctor.draft import examine_draft
         from vlmcompress.evaluation.doctor.files import diagnose
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> Outcome:
         checks = _conformance(args)
     fine = all(check.ok for check in checks)
     data = {"ok": fine, "out": args.out, "engine": args.engine, "checks": [vars(check) for check in checks]}
-    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, findings_text(args.out, checks)
+    return OK if fine else BAD_INPUT if args.engine is None else GATE, data, checks_text(args.out, checks)
 
 
 def _conformance(args: argparse.Namespace) -> list[Any]:
@@ -72,7 +72,7 @@ def _conformance(args: argparse.Namespace) -> list[Any]:
     from vlmcompress.export import readers
 
     if args.engine != "llamacpp":
-        readers.refuse_unreadable(args.out, [args.engine], "without --engine doctor examines its files")
+        readers.require_readable(args.out, [args.engine], "without --engine doctor examines its files")
     if args.engine == "vllm" and args.source is not None:
         raise UserError(f"--source is for examining files; leave out --engine {args.engine}")
     if args.source is None and (args.engine == "llamacpp" or args.engine == "mlx" and mlx.is_mlx(args.out)):

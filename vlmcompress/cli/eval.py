@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> Outcome:
     """Measure both sides, and judge them if a gate is given."""
     from vlmcompress.evaluation import sides
 
-    sides.check_path(args.out, args.engine)
-    sides.check_path(args.baseline or args.out, args.baseline_engine or args.engine)
-    _flags.refuse_missing_data(args.data, answered=True)
-    from vlmcompress.cli._conclude import check_folder, conclude
+    sides.require_side(args.out, args.engine)
+    sides.require_side(args.baseline or args.out, args.baseline_engine or args.engine)
+    _flags.require_data(args.data, answered=True)
+    from vlmcompress.cli._conclude import conclude, require_report_folder
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL
 
@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(
             f"--reduce attaches to transformers models, not in {engine.name}; add --engine hf, or quantize --reduce"
         )
-    free_answers.check_score(args.score)
+    free_answers.named_score(args.score)
     thoughts.read_marks(args.thoughts)
     if args.data and not args.suite:
-        sources.check_answers(args.data, getattr(args, "columns", None) or {})
-    check_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
+        sources.require_answers(args.data, getattr(args, "columns", None) or {})
+    require_report_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
     from vlmcompress.api import evaluate
 
     with closing(ProgressBar()) as progress:

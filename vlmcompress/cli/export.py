@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the checkpoint in the other format."""
     from vlmcompress.utils import hub
 
-    _flags.check_model(args.checkpoint, family=False)
-    FORMATS.check(args.format)
+    _flags.read_model_config(args.checkpoint, family=False)
+    FORMATS.require(args.format)
     source, out = hub.local(args.checkpoint), Path(args.out)
     _process.import_transformers()
     from vlmcompress.export import manifest

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {out} is a picture; name it FILE.png")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
-    _flags.check_model(args.model)
+    _flags.read_model_config(args.model)
     _process.import_transformers()
     from vlmcompress.models import load, read_config, spec_for
     from vlmcompress.models.data.encode import encode_prompt

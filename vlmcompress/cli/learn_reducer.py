@@ -73,12 +73,12 @@ def _thresholds(args: argparse.Namespace) -> Outcome:
         raise UserError(f"{out} is a folder; give another name for the file of thresholds")
     reducer = parse_reducer(f"{threshold_file.METHOD}:{args.keep or '1/3'}")
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
-    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "thresholds are learned from images")
+    _flags.require_used_values(values, "learn-reducer", _flags.TRAINING, "thresholds are learned from images")
     recipe = resolve(values | {"scheme": "none"}).recipe
     if reason := support.family_problem(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
     vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    support.check_reducer(vlm, reducer)
+    support.require_reducer(vlm, reducer)
     with closing(ProgressBar()) as progress:
         inputs = read_inputs(recipe, vlm, "vlmcompress learn-reducer", progress)
         with on_accelerator(vlm):
@@ -103,7 +103,7 @@ def _scorer(args: argparse.Namespace) -> Outcome:
         raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
     share = DEFAULTS["keep"] if args.keep is None else yaml_files.parse_yaml(args.keep, "--keep")
     keep = make_choice("learned", {"keep": share}, f"--keep {args.keep}").reducer.keep
-    _flags.refuse_unused(values, "learn-reducer", _flags.TRAINING, "a scorer is trained on images with questions")
+    _flags.require_used_values(values, "learn-reducer", _flags.TRAINING, "a scorer is trained on images with questions")
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]

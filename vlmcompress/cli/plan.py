@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress import models
 
     fields = _request_fields(args)
-    models.check_type(_flags.check_model(args.model, family=False))
+    models.require_model_type(_flags.read_model_config(args.model, family=False))
     reducer = None
     if args.reduce:
         from vlmcompress.reduction.choice import parse_reducer
@@ -147,9 +147,9 @@ def plan_text(capacity: Capacity) -> str:
         rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
     lines = [head, "", table(rows), "", _memory_text(capacity), "", _formats_text(capacity)]
     refused = [
-        f"  not {row.weights.name} ({row.weights.label}): {row.weights.refused}"
+        f"  not {row.weights.name} ({row.weights.label}): {row.weights.problem}"
         for row in capacity.rows
-        if row.weights.refused
+        if row.weights.problem
     ]
     lines += ["", *refused] if refused else []
     lines += ["", f"Verdict: {capacity_verdict(capacity)}"]
@@ -166,7 +166,7 @@ def plan_text(capacity: Capacity) -> str:
 
 
 def _memory_text(capacity: Capacity) -> str:
-    from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+    from vlmcompress.quantization.plan.examine import MEMORY_SHARE
 
     per = " of a device" if capacity.request.tp > 1 else ""
     state = f", {size(capacity.state_bytes)} a request" if capacity.state_bytes else ""
@@ -201,7 +201,7 @@ def _formats_text(capacity: Capacity) -> str:
     head += ["measured speed"] if capacity.speeds else []
     rows = [(*head, "also by")]
     for row in capacity.rows:
-        if row.weights.refused is not None:
+        if row.weights.problem is not None:
             continue
         cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
         cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
@@ -230,7 +230,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
     """The plan as data for `--json`, in bytes and seconds."""
     from vlmcompress.evaluation.capacity import advice
     from vlmcompress.evaluation.capacity.capacity import capacity_verdict
-    from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+    from vlmcompress.quantization.plan.examine import MEMORY_SHARE
 
     request, best, drafting = capacity.request, capacity.best, capacity.speculation
     formats = [
@@ -239,7 +239,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
             "others": list(row.weights.others),
             "label": row.weights.label,
             "format": row.weights.key,
-            "refused": row.weights.refused,
+            "refused": row.weights.problem,
             "weights": row.weights.stored,
             "options": dict(row.weights.options),
             "device_weights": row.device,

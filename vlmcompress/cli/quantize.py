@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> Outcome:
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     recipe, count = resolved.recipe, _flags.devices(args)
     out = recipe.out if args.dry_run else recipe.output
-    model_folder.check_model(recipe.model)
+    model_folder.require_model(recipe.model)
     if out is not None:
-        folders.check_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
+        folders.require_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
     _process.import_transformers()
     if count != 1:
         from vlmcompress.quantization.plan import devices
@@ -83,7 +83,7 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
     plan = make_plan(recipe)
     preview = preview_data(plan)
     if recipe.out is not None and plan.statistics:
-        folders.check_apart(plan.statistics.folder, recipe.out, "statistics")
+        folders.require_apart(plan.statistics.folder, recipe.out, "statistics")
     if plan.budget and plan.statistics and not (plan.recipe.rotate or plan.recipe.adapter):
         from vlmcompress.quantization import allocate
         from vlmcompress.recipe import resolve
@@ -96,12 +96,14 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The result as data for `--json`."""
+    from vlmcompress.export.manifest import measured_text
+
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
     facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
     in_vllm = (
-        not other and recipe.get("engine", "vllm") == "vllm" and readers.load_verdict("vllm", facts).reason is None
+        not other and recipe.get("engine", "vllm") == "vllm" and readers.engine_support("vllm", facts).reason is None
     )
     engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
     compare = evaluation_command(out, model, engine)
@@ -116,6 +118,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "devices": [] if other else manifest["devices"],
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
+        "measured_on": measured_text(manifest["calibration"]) if manifest["calibration"] else None,
         "kv_cache": kv_cache(manifest["kv_cache"]),
         "resize": recipe.get("resize"),
         "reduce": recipe.get("reduce"),
@@ -171,7 +174,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if done["worst_layers"]:
         of_layers = errors_text({layer["layer"]: layer["error"] for layer in done["worst_layers"]})
-        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')})")
+        measured = f"; measured on {done['measured_on']}" if done["measured_on"] else ""
+        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')}{measured})")
     if done["kv_cache"]:
         worst = done["kv_cache"]["clipped"]["vision"]
         scales = (

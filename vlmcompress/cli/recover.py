@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> Outcome:
         if name not in PARTS:
             raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
     values = _flags.recipe_values(args)
-    _flags.refuse_unused(values, "recover", KEYS, "recover trains on images with questions alone")
+    _flags.require_used_values(values, "recover", KEYS, "recover trains on images with questions alone")
     from vlmcompress.training.recover import TrainingOptions, recover
 
     training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})

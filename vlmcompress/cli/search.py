@@ -156,7 +156,7 @@ def request(args: argparse.Namespace) -> SearchRequest:
             f"--images {args.images} is not a folder; name one with images like those that the model will see"
         )
     for flag in ("data", "confirm"):
-        _flags.refuse_missing_data(getattr(args, flag), answered=True)
+        _flags.require_data(getattr(args, flag), answered=True)
     image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))

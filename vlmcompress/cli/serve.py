@@ -7,6 +7,7 @@ import argparse
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome
+from vlmcompress.utils.errors import UserError
 
 GROUP = "carry on"
 PLACE = 40
@@ -22,6 +23,11 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--videos-per-request", aliases=["--videos"], default=0, metavar="N", help="at most; default: none"
     )
+    parser.add_argument(
+        "--allowed-media-domains",
+        metavar="HOST,...",
+        help="hosts from which requests may have images fetched (none.invalid: from none); default: any",
+    )
     parser.add_argument("--engine", choices=("vllm", "mlx"), help="default: the one that reads OUT, or else vllm")
     _flags.speculation(parser, "speculative decoding")
     parser.set_defaults(verbose=True)  # a server's log is useful
@@ -32,8 +38,14 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.engines import llamacpp_server, mlx
 
     speculative = _flags.drafting(args, args.out)
+    hosts = (args.allowed_media_domains or "").replace(",", " ").split()
+    if args.allowed_media_domains is not None and not hosts:
+        raise UserError(
+            "--allowed-media-domains names no host; leave it out to allow any, write none.invalid to allow none"
+        )
     refused = ["--videos-per-request"] * (args.videos_per_request != 0)
     refused += ["--images-per-request"] * (args.images_per_request != 4)
+    refused += ["--allowed-media-domains"] * bool(hosts)
     refused += ["--draft or --speculative-config"] * bool(speculative)
     if args.engine == "mlx" or args.engine is None and mlx.is_mlx(args.out):
         refused += ["--max-model-len"] * (args.max_model_len is not None)
@@ -50,6 +62,6 @@ def run(args: argparse.Namespace) -> Outcome:
         videos=args.videos_per_request,
         max_model_len=args.max_model_len,
         speculative=speculative,
-        extra=args.extra,
+        extra=[*(["--allowed-media-domains", *hosts] if hosts else []), *args.extra],
     )
     return OK, {"ok": True}, ""

@@ -40,7 +40,7 @@ from vlmcompress.models.data.sources import PROMPTS, load_samples
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 from vlmcompress.utils.progress import Progress
 
 KINDS = ("one image", "two images", "image after text", "text only")
@@ -84,7 +84,7 @@ def examine(
     data: Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> list[Finding]:
+) -> list[Check]:
     """Compare the answers of a checkpoint in an engine with those of the same weights in transformers.
 
     Args:
@@ -102,7 +102,7 @@ def examine(
     """
     folder, progress = Path(folder), progress or (lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="vlmcompress-conformance-") as place:
-        findings: list[Finding] = []
+        findings: list[Check] = []
         media = Path(place, "media")
         media.mkdir()
         if engine != "vllm":
@@ -130,7 +130,7 @@ def examine(
             requests = make_questions(media, prompts, data, seed)
             requests += _vllm_questions(media, requests[0], "mrope_section" in json.dumps(config), seed)
             progress("checking tensor names in vLLM", 0, 3)
-            findings.append(names.check_tensors(folder))
+            findings.append(names.examine_tensors(folder))
             if not findings[0].ok:
                 return findings
             method = (config.get("quantization_config") or {}).get("quant_method", COMPRESSED.METHOD)
@@ -152,7 +152,7 @@ def examine(
     return findings + judge(expected, answers, EXACT[engine] if exact else ROUNDED[reduced])
 
 
-def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Finding]:
+def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits: Limits) -> list[Check]:
     """Compare transformers' answers with an engine's; repeated questions (`AGAIN`) are compared with their first answer."""
     expected, answers = _whole_characters(expected), _whole_characters(answers)
     both = [name for name in expected if name in answers]
@@ -170,22 +170,22 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
     middle, largest = (statistics.median(gaps.values()), max(gaps.values())) if gaps else (0.0, 0.0)
     texts = sum(answers[name].text == expected[name].text for name in both)
     findings = [
-        Finding("answers", not failed, f"{len(both)} of {len(expected)} questions answered{_some(failed)}"),
-        Finding(
+        Check("answers", not failed, f"{len(both)} of {len(expected)} questions answered{_some(failed)}"),
+        Check(
             "prompts", not lengths, f"{len(both) - len(lengths)} prompts with equal counts of tokens{_some(lengths)}"
         ),
-        Finding(
+        Check(
             "first tokens",
             middle <= limits.median and within >= enough,
             f"log-probabilities differ by {middle:.2g} in the median and {largest:.2g} at most, nats "
             f"({limits.median:g} and {limits.most:g} allowed{f', to {limits.share:.0%}' if limits.share < 1 else ''})",
         ),
-        Finding(
+        Check(
             "likeliest",
             len(gaps) - len(others) >= enough,
             f"{len(gaps) - len(others)} of {len(gaps)} are the same{_some(others)}",
         ),
-        Finding("texts", texts >= limits.texts * len(both), f"{texts} of {len(both)} answers are the same"),
+        Check("texts", texts >= limits.texts * len(both), f"{texts} of {len(both)} answers are the same"),
     ]
     again = [name for name in both if name + AGAIN in answers]
     if again:
@@ -193,7 +193,7 @@ def judge(expected: Mapping[str, Answer], answers: Mapping[str, Answer], limits:
         if limits.texts:
             changed += [name for name in again if answers[name + AGAIN].text != answers[name].text]
         detail = f"{len(again) - len(set(changed))} of {len(again)} answers from caches are the same{_some(changed)}"
-        findings.append(Finding("asked again", not changed, detail))
+        findings.append(Check("asked again", not changed, detail))
     return findings
 
 

@@ -77,7 +77,7 @@ class Engine:
         import torch
 
         from vlmcompress.models import VLM, load_processor, open_model, quiet_transformers, read_config, spec_for
-        from vlmcompress.models.data.encode import check_processor_and_template
+        from vlmcompress.models.data.encode import try_processor_and_template
         from vlmcompress.reduction.choice import parse_reducer
         from vlmcompress.reduction.hooks import attach_carried
 
@@ -104,7 +104,7 @@ class Engine:
         self.visual = torch.tensor([token for token in ids if token is not None])
         if job.get("images_per_prompt") and (family := spec_for(read_config(folder))):
             with quiet_transformers():
-                check_processor_and_template(VLM(self.model, self.processor, family, Path(folder)))
+                try_processor_and_template(VLM(self.model, self.processor, family, Path(folder)))
         # by default the checkpoint's reducer, if any
         reduce = parse_reducer(job["reduce"]) if job.get("reduce") else None
         self.attached = attach_carried(self.model, self.processor, folder, reduce)
@@ -145,7 +145,7 @@ class Engine:
                     part = {"type": "image", "image": image.convert("RGB")}
             elif part["type"] == "video_url":
                 images = any(other["type"] == "image_url" for other in content)
-                video.check_videos(self.processor, "the request", images)
+                video.require_video_support(self.processor, "the request", images)
                 file = media_file(part["video_url"]["url"], self.media)
                 decoded.append(video.Video(file, "the request").frames(self.processor))
                 part = {"type": "video", "video": decoded[-1][0]}

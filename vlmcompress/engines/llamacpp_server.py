@@ -82,7 +82,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
     Raises:
         UserError: the package is missing, the folder is damaged, the port is taken, or the context is longer than the model's.
     """
-    from vlmcompress.engines.vllm.serve import check_port
+    from vlmcompress.engines.vllm.serve import require_free_port
     from vlmcompress.utils.errors import UserError
 
     if find_spec("xllamacpp") is None:
@@ -95,7 +95,7 @@ def command(folder: Path, host: str, port: int, context: int | None, slots: int)
     longest = positions(folder)
     if context is not None and not 0 < context <= longest:
         raise UserError(f"--max-model-len is {context}; give 1 to {longest}, the model's context, or leave it out")
-    check_port(host, port)
+    require_free_port(host, port)
     length = context or min(longest, LONGEST)
     return [sys.executable, __file__, str(folder.resolve()), host, str(port), str(length), str(slots)]
 
@@ -142,7 +142,8 @@ def gguf_server(model: str | Path, *, max_model_len: int | None, slots: int) -> 
 
 
 def main() -> None:
-    """Serve until a signal ends this process."""
+    """Serve until a signal ends this process, at once: xllamacpp's `~Server` can wait for ever when Python exits."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     folder, host, port, context, slots, *rest = sys.argv[1:]
     if "end-with-parent" in rest:
         import runpy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vlmcompress.engines.local import OFFLINE, Local
 from vlmcompress.engines.vllm import PYTHON_VARIABLE, available, interpreter
-from vlmcompress.engines.vllm.serve import check_port, example
+from vlmcompress.engines.vllm.serve import example, require_free_port
 from vlmcompress.export import readers
 from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
@@ -57,13 +57,13 @@ def serve(folder: str | Path, host: str, port: int, refused: Sequence[str], extr
         config = json_files.read(folder / "config.json")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no checkpoint, its config.json can't be read ({error})") from error
-    if reason := mlx_reducers.refusal(config):
+    if reason := mlx_reducers.problem(config):
         raise UserError(f"{folder}: {reason}")
-    readers.refuse_unreadable(folder, ["mlx"], "write it by vlmcompress export --format mlx")
+    readers.require_readable(folder, ["mlx"], "write it by vlmcompress export --format mlx")
     for package in ("mlx_vlm", "mlx_audio"):  # the second is the server's
         if not available(package):
             raise UserError(f"{interpreter()} has no {package.replace('_', '-')}; {ADVICE}")
-    check_port(host, port)
+    require_free_port(host, port)
     flags = ["--model", folder.name, "--host", host, "--port", str(port), *extra]
     if "vlmcompress" in config and mlx_reducers.name_of(config) not in mlx_reducers.MROPE:
         flags += ["--max-num-seqs", "1"]

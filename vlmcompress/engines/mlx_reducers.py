@@ -117,7 +117,7 @@ def name_of(config: dict) -> str:
     return name.removeprefix("Vlmcompress").removesuffix("ForConditionalGeneration")
 
 
-def refusal(config: dict) -> str:
+def problem(config: dict) -> str:
     """Why the reducer in a checkpoint's config.json cannot be applied; empty if it can, or if there is none."""
     block = config.get("vlmcompress")
     if not block:

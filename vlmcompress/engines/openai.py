@@ -77,7 +77,7 @@ class OpenAI(Engine):
                 max_retries=RETRIES,
                 http_client=openai.DefaultAsyncHttpxClient(trust_env=not this_machine),
             ) as client:
-                await self._check_model(client, model)
+                await self._require_model(client, model)
                 began = time.monotonic()
                 refusals = Refusals(f"{model} at {self.url}", job.settings.refusals)
                 session = _Session(client, self.url, job, refusals)
@@ -90,7 +90,7 @@ class OpenAI(Engine):
         seconds = asyncio.run(ask())
         return Run(answers, {"name": "openai", "url": self.url, "model": model, "restarts": 0}, round(seconds, 2))
 
-    async def _check_model(self, client: AsyncOpenAI, model: str) -> None:
+    async def _require_model(self, client: AsyncOpenAI, model: str) -> None:
         """Raise `UserError` if the server is down or does not list the model."""
         import openai
 

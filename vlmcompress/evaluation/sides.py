@@ -143,13 +143,13 @@ def folder(model: str | Path, *engines: str) -> Path:
     path = Path(model)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
-    models.refuse_adapter(path)
+    models.require_no_adapter(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: not a checkpoint, it has no config.json")
     _reducer(path)
     _note_asides(path)
     if engines:
-        readers.refuse_unreadable(path, engines)
+        readers.require_readable(path, engines)
     return path
 
 
@@ -159,7 +159,7 @@ def is_report(model: str | Path) -> bool:
     return path.suffix == ".json" or ((path / FILE).is_file() and not (path / "config.json").is_file())
 
 
-def check_path(model: str | Path, engine: str) -> None:
+def require_side(model: str | Path, engine: str) -> None:
     """Check a path as `folder` does, before anything slow is imported; not an id, a report, or what a server calls a model."""
     if not engine.startswith("openai:") and hub.parse_repository(model) is None and not is_report(model):
         folder(model)

@@ -152,7 +152,7 @@ def write_merged(
     if changed.has(out, RECORD, mark):
         return
     merge, disk = _merge(folder, source), {name: memory for memory, name in source.names.items()}
-    _check_finite(folder)
+    _require_finite(folder)
     tensors, vocabulary = [], _vocabulary(source)
     for entry in source.entries.values():
         memory, spec = disk.get(entry.name, ""), entry.spec
@@ -169,7 +169,7 @@ def write_merged(
 def _merge(folder: Path, source: Source) -> Merge:
     """The changes of an adapter to its base, from headers; only the values of a tied output head are read."""
     config = read_adapter_config(folder)
-    _check_kind(folder, config)
+    _require_low_rank(folder, config)
     entries = _entries(folder)
     layers: dict[str, dict[str, Entry]] = {}
     whole: dict[str, Entry] = {}
@@ -352,7 +352,7 @@ def _stored_shape(folder: Path, name: str, parameter: str, source: Source) -> tu
     )
 
 
-def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+def _require_low_rank(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise `UserError` for an adapter that is more than low-rank updates of weights."""
     for key, plain in _PLAIN.items():
         value = config.get(key, plain[0])
@@ -392,7 +392,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _check_finite(folder: Path) -> None:
+def _require_finite(folder: Path) -> None:
     for name, entry in _entries(folder).items():
         if not tensor_files.read_tensor(entry).isfinite().all():
             raise UserError(

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, require_known_keys
 from vlmcompress.utils.errors import UserError
 
 METHOD = "auto-round"
@@ -38,14 +38,14 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
             f"of auto-round's files, only integers packed like GPTQ's or AutoAWQ's with 16-bit activations are read; this is "
             f"data_type {kind!r}, packing_format {packing!r}, act_bits {inputs!r}"
         )
-    _check(block, {"packing_format", "extra_config"})
+    _require_supported(block, {"packing_format", "extra_config"})
     numbers = {key: block.get(key, True if key == "sym" else None) for key in _NUMBERS}
     if "awq" in packing:
         return {"quant_method": "awq", "version": "gemm", "zero_point": True, **numbers}
     version = "gptq" if packing == "auto_round:auto_gptq" else "gptq_v2"
     dynamic: dict[str, dict] = {}
     for name, values in overrides.items():
-        _check(values, (), f"extra_config.{name}.")
+        _require_supported(values, (), f"extra_config.{name}.")
         # A key is the end of a layer's name, or a pattern that matches anywhere in it.
         form = f"(?:{name})" if _PATTERN.search(str(name)) else rf"(?:^|\.){re.escape(str(name))}$"
         dynamic[f"+:.*{form}"] = {key: values.get(key, value) for key, value in numbers.items()}
@@ -59,6 +59,6 @@ def translated(block: Mapping[str, Any]) -> dict[str, Any]:
     return {"quant_method": "gptq", "checkpoint_format": version, **numbers, "dynamic": dynamic}
 
 
-def _check(values: Any, further: Collection[str], at: str = "") -> None:
+def _require_supported(values: Any, further: Collection[str], at: str = "") -> None:
     """Raise `UserError` for unsupported settings of a block or of its entry for a layer; `further`: keys only of a block."""
-    refuse_unknown(values, {*_NUMBERS, *further}, IRRELEVANT | _INPUTS, INTEGERS, at)
+    require_known_keys(values, {*_NUMBERS, *further}, IRRELEVANT | _INPUTS, INTEGERS, at)

@@ -195,7 +195,7 @@ def _usage(name: str, facts: readers.LoadFacts) -> str:
         )
     flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
     served = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
-    if reason := readers.load_verdict("vllm", facts).reason:
+    if reason := readers.engine_support("vllm", facts).reason:
         served = f"vLLM does not load it: {reason}."
     elif facts.reducer:
         plugin = "pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint."
@@ -209,7 +209,7 @@ def _usage(name: str, facts: readers.LoadFacts) -> str:
 
 def _transformers(name: str, facts: readers.LoadFacts) -> str:
     """The code that loads the checkpoint in transformers, or the reason why that is impossible."""
-    verdict, place = readers.load_verdict("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
+    verdict, place = readers.engine_support("transformers", facts), json.dumps(f"./{name}", ensure_ascii=False)
     if verdict.reason:
         return f"transformers does not load it: {verdict.reason}."
     imports = ["from transformers import AutoModelForImageTextToText, AutoProcessor"]
@@ -289,12 +289,12 @@ def metadata(
         entries["base_model_relation"] = "quantized"
     if quantization:
         entries["quantized_by"] = MAKER
-    loaded = readers.load_verdict("transformers", facts)
+    loaded = readers.engine_support("transformers", facts)
     if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
         entries["library_name"] = "transformers"
     entries["pipeline_tag"] = "image-text-to-text"
     entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
-    return entries | {"tags": _tags(config, served=readers.load_verdict("vllm", facts).reason is None)}
+    return entries | {"tags": _tags(config, served=readers.engine_support("vllm", facts).reason is None)}
 
 
 def _is_id(name: str) -> bool:

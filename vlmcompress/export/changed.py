@@ -49,7 +49,7 @@ def write_changed(
         progress: called with (bytes written, total bytes).
     """
     name, mark = record
-    folders.check_out(source, out, overwrite=True, mark=name)
+    folders.require_out(source, out, overwrite=True, mark=name)
     with folders.new_folder(out) as tree:
         write_weights(tree, list(tensors), parse_bytes(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))

@@ -53,10 +53,10 @@ def convert(
     if format not in FORMATS.names():
         raise UserError(f"unknown format '{format}'{did_you_mean(format, FORMATS.names())}")
     writer = FORMATS.get(format)
-    folders.check_out(source, out, overwrite=overwrite, mark=MANIFEST)
+    folders.require_out(source, out, overwrite=overwrite, mark=MANIFEST)
     with models.quiet_transformers():
         stored = Stored.of(source)
-    stored.check_scales()
+    stored.require_scales()
     if stored.format == format and (source / MANIFEST).is_file():
         raise UserError(f"{source} is already {format}; choose another format")
     model_folder.companions(source)  # raises where one cannot be copied

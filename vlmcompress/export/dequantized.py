@@ -31,7 +31,7 @@ def outline(path: Path) -> Source:
                 f"{path} holds weights in {label(scheme)}, but --from-quantized takes only FP8, as rounding codes of few bits "
                 "again costs too much; give the 16-bit original"
             )
-    stored.check_scales()
+    stored.require_scales()
     specs = {tensor.name: tensor.spec for tensor in written_tensors(stored, FORMATS.get(FORMAT))}
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     names = models.written_names(stored.names, stored.spec)

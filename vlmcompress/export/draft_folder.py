@@ -41,7 +41,7 @@ IN_PIECES = ("Mistral3ForConditionalGeneration",)
 """Architectures whose visual tokens are not contiguous, so that a draft gets them as vLLM passes them."""
 
 
-def check_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
+def require_draft_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
     """Raise `UserError` for a target that vLLM can't serve with a draft head, or not with one that gets `images`."""
     architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
     if architecture not in TARGETS:
@@ -116,8 +116,8 @@ class Draft:
             raise UserError(
                 f"{folder} is not a draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
             )
-        facts = schema.read_checked(_Facts, folder / FACTS, _REMEDY)
-        settings = schema.read_checked(
+        facts = schema.read_typed(_Facts, folder / FACTS, _REMEDY)
+        settings = schema.read_typed(
             _Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY
         )
         draft = Draft(folder, settings, facts)
@@ -248,7 +248,7 @@ def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
         UserError: the folder is not a draft of ours, or was trained for another target.
     """
     draft, config = Draft.of(folder), models.read_config(target)
-    check_target(config, draft.images)
+    require_draft_target(config, draft.images)
     if problem := draft.mismatch(config):
         raise UserError(f"{folder}: {problem}; train one for {target} with `vlmcompress draft`")
     setting = draft.speculative_config()

@@ -106,7 +106,7 @@ class Stored(Mapping[str, Quantized]):
             block = auto_round.translated(block)
         name, reader = _format(path, block)
         try:
-            reader.check(block)
+            reader.require_supported(block)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"quantization_config is not valid for {name} ({error}); restore it from the source"
@@ -191,12 +191,12 @@ class Stored(Mapping[str, Quantized]):
             weight, input_scale = self.reader.read(tensors, layer.scheme, layer.shape)
         except UserError as error:
             raise UserError(f"{layer.prefix}*: {error}") from error
-        self._check_scales(layer, weight, input_scale)
+        self._require_scales(layer, weight, input_scale)
         if self.scale_dtype and weight.scale.dtype.itemsize > 1:
             weight = replace(weight, scale=weight.scale.to(self.scale_dtype))
         return weight, layer.scheme, input_scale
 
-    def check_scales(self) -> None:
+    def require_scales(self) -> None:
         """Raise `UserError` for a layer with a scale that makes its weights wrong. Codes are read only under a scale of 0."""
         for name, layer in self.layers.items():
             for local in _FACTORS:
@@ -211,7 +211,7 @@ class Stored(Mapping[str, Quantized]):
                     if not right.all():
                         self[name]
 
-    def _check_scales(self, layer: StoredLayer, weight: QTensor, input_scale: Tensor | None) -> None:
+    def _require_scales(self, layer: StoredLayer, weight: QTensor, input_scale: Tensor | None) -> None:
         """Raise `UserError` for scales that are NaN or infinite; 0 over other codes than 0; or negative where codes are floats;
         and for codes that are NaN.
 
@@ -299,7 +299,7 @@ def _layers(
         try:
             scheme = reader.scheme_in(block, names, {local: entry.spec for local, entry in tensors.items()}, shape)
             if scheme is not None:
-                _check_layer(prefix, tensors, reader.specs(scheme, *shape, "F16"))
+                _require_layer(prefix, tensors, reader.specs(scheme, *shape, "F16"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"layer {prefix}: config and tensors do not match ({error}); download again") from error
         if scheme is not None:
@@ -310,7 +310,7 @@ def _layers(
     return layers
 
 
-def _check_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
+def _require_layer(prefix: str, tensors: Mapping[str, Entry], needed: Mapping[str, Spec]) -> None:
     """Compare a quantized layer's tensors with those of its scheme; scales may have any float type."""
     for local, spec in needed.items():
         if local not in tensors:

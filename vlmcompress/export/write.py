@@ -28,7 +28,7 @@ from vlmcompress.models import (
     load_processor,
     quiet_transformers,
     read_config,
-    refuse_quantized,
+    require_unquantized,
     untied,
     unwritten_names,
     without_lost_draft,
@@ -114,7 +114,7 @@ def write(
         overwrite: replace an existing `out` that we wrote, once the new one is whole.
         progress: called with bytes written and bytes in all.
     """
-    folders.check_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
+    folders.require_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
     limit, warnings, hashes = parse_bytes(checkpoint.shard_size, "shard_size"), list[str](), dict[str, Any]()
     # The source's model card is kept under another name.
     places = {
@@ -126,7 +126,7 @@ def write(
     needed = sum(tensor.spec.nbytes for tensor in checkpoint.tensors)
     finished = checkpoint.work.folder.glob("model*") if checkpoint.work else ()
     needed += sum(file.stat().st_size for file, _ in copied) - sum(file.stat().st_size for file in finished)
-    folders.check_space(out, needed)
+    folders.require_space(out, needed)
     with folders.new_folder(out) as tree:
         configs = checkpoint.exporter.configs(checkpoint.layers)
         block = configs.pop("config.json", None)
@@ -183,7 +183,7 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
         origin = plain[name].origin
         if isinstance(origin, Entry):
             value = tensor_files.read_tensor(origin)
-            tensor_files.refuse_not_finite(origin, value)
+            tensor_files.require_finite(origin, value)
             return value
         return origin() if callable(origin) else cast(Tensor, origin)
 
@@ -217,7 +217,7 @@ def written_config(
         settings: entries that replace the source's.
     """
     config = read_config(source.path, weights=False)
-    refuse_quantized(source.path, config)
+    require_unquantized(source.path, config)
     names = [entry.name for entry in source.entries.values()]
     config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **(settings or {})}
     # Unchanged tensors are copied as bytes, and config.json has to match them in types, ties and draft heads.
@@ -289,7 +289,7 @@ def cast_entry(entry: Entry, spec: Spec) -> Entry | Callable[[], Tensor]:
 
     def make() -> Tensor:
         stored = tensor_files.read_tensor(entry)
-        tensor_files.refuse_not_finite(entry, stored)
+        tensor_files.require_finite(entry, stored)
         value = stored.to(tensor_files.DTYPES[spec.dtype])
         if not tensor_files.all_finite(value) and tensor_files.all_finite(stored):
             raise UserError(

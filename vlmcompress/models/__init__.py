@@ -9,13 +9,11 @@ model's classes is imported on first use, as torch and transformers take seconds
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vlmcompress.models._checks import UNSUPPORTED, has_engine_class, has_transformers_class
 from vlmcompress.models._images import ImageSetting, Layout, Piece, side_length, square_patches
 from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     asides,
-    check_type,
     checkpoint_bytes,
     family_of,
     mixture,
@@ -23,13 +21,15 @@ from vlmcompress.models._read import (
     quantization_method,
     read_config,
     read_json,
-    refuse_adapter,
-    refuse_quantized,
+    require_model_type,
+    require_no_adapter,
+    require_unquantized,
     shards,
     spec_for,
     stored_tensors,
     tensor_headers,
 )
+from vlmcompress.models._requirements import UNSUPPORTED, has_engine_class, has_transformers_class
 from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, MlxClass, ModelSpec
 from vlmcompress.models._tokens import block_side, patch_side, tile_grid
 
@@ -76,9 +76,9 @@ if TYPE_CHECKING:
         Source,
         build_meta_model,
         cast_text,
-        check_shapes,
         compressed,
         quiet_transformers,
+        require_shapes,
         unused_text,
     )
     from vlmcompress.models._stream import Stream, Values, stream

@@ -21,15 +21,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from vlmcompress.models import _experts
 from vlmcompress.models._names import COMPUTED, flattened
 from vlmcompress.models._processor import load_processor
-from vlmcompress.models._read import mixture, read_config, read_json, refuse_quantized, spec_for, stored_tensors
+from vlmcompress.models._read import mixture, read_config, read_json, require_unquantized, spec_for, stored_tensors
 from vlmcompress.models._source import (
     VLM,
     build_meta_model,
-    check_head,
-    check_shapes,
     compressed,
     placed_names,
     quiet_transformers,
+    require_equal_head,
+    require_shapes,
 )
 from vlmcompress.models._types import FloatType
 from vlmcompress.utils import tensor_files
@@ -61,15 +61,15 @@ def load(
     path = Path(path)
     config = read_config(path)
     spec = spec_for(config)
-    refuse_quantized(path, config)
+    require_unquantized(path, config)
     if config.get("auto_map") and not trust_remote_code:
         raise UserError(
             f"{path}/config.json would run Python code from the folder (auto_map); trust it with --set trust_remote_code=true"
         )
     meta_model = build_meta_model(path)
     names, _ = placed_names(path, meta_model)
-    check_shapes(path, meta_model, names)
-    check_head(path, meta_model, names)
+    require_shapes(path, meta_model, names)
+    require_equal_head(path, meta_model, names)
     with quiet_transformers():
         try:
             model, info = open_model(path, meta_model, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -81,11 +81,11 @@ def load(
         if info.get(what):
             first = sorted(map(str, info[what]))[0]
             raise UserError(f"{path}: {what.replace('_', ' ')} at load, first {first}; download it again")
-    _check_finite(model, path, names, check)
+    _require_finite(model, path, names, check)
     return VLM(model.eval().requires_grad_(False).to(device), processor, spec, path)
 
 
-def _check_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str], every: bool) -> None:
+def _require_finite(model: PreTrainedModel, path: Path, names: Mapping[str, str], every: bool) -> None:
     """Raise `UserError` for NaN and infinity, unless `every` in converted tensors alone."""
     entries = stored_tensors(path)
     for name, tensor in model.state_dict().items():

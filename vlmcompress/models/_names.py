@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from vlmcompress.models._checks import OTHER_CONFIG
+from vlmcompress.models._requirements import OTHER_CONFIG
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils.errors import UserError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoProcessor
 
-from vlmcompress.models._checks import check_processor
+from vlmcompress.models._requirements import require_processor_sizes
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors
 
@@ -25,7 +25,7 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: it cannot be loaded, takes no images, or has a setting that is out of bounds.
     """
-    check_processor(Path(path))
+    require_processor_sizes(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
     with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)

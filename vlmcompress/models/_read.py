@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.models._checks import (
-    check_architecture,
-    check_claims,
-    check_experts,
-    check_sizes,
+from vlmcompress.models._fused_experts import one_by_one
+from vlmcompress.models._requirements import (
     has_experts,
     in_transformers,
+    require_architecture,
+    require_known_experts,
+    require_sizes,
+    require_stored_layers,
     unknown_type_error,
 )
-from vlmcompress.models._fused_experts import one_by_one
 from vlmcompress.models._spec import ModelSpec
 from vlmcompress.utils import json_files, model_folder, schema
 from vlmcompress.utils.errors import UserError
@@ -51,12 +51,12 @@ def spec_for(config: dict) -> ModelSpec:
     spec = family_of(config)
     if spec is None:
         raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
-    check_architecture(config)
-    check_experts(config, spec)
+    require_architecture(config)
+    require_known_experts(config, spec)
     return spec
 
 
-def check_type(config: Mapping[str, Any]) -> None:
+def require_model_type(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a config.json with a model type that no family here has, nor transformers."""
     if isinstance(config.get("model_type"), str) and family_of(config) is None and not in_transformers(config):
         raise unknown_type_error(config, [name for spec in all_specs() for name in spec.model_types])
@@ -77,7 +77,7 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{what} {path} holds no JSON object; download it again")
     if path.name == "config.json":
-        schema.check_value(model_folder.Config, content, f"{what} {path}", "restore it from the source")
+        schema.require_value(model_folder.Config, content, f"{what} {path}", "restore it from the source")
     return content
 
 
@@ -88,12 +88,12 @@ def read_config(path: str | Path, weights: bool = True) -> dict:
         weights: whether weight files must exist.
     """
     path = Path(path)
-    model_folder.check_model(path)
-    refuse_adapter(path)
+    model_folder.require_model(path)
+    require_no_adapter(path)
     config = _normal(read_json(path / "config.json", "config"))
-    check_sizes(config, path / "config.json")
+    require_sizes(config, path / "config.json")
     if weights:
-        check_claims(config, len(tensor_headers(path)), path / "config.json")
+        require_stored_layers(config, len(tensor_headers(path)), path / "config.json")
     return config
 
 
@@ -117,7 +117,7 @@ def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed | ({"quantization_config": block} if block else {})
 
 
-def refuse_adapter(path: Path) -> None:
+def require_no_adapter(path: Path) -> None:
     """Raise `UserError` for the folder of a LoRA adapter, which is a model only together with its base."""
     if model_folder.is_adapter(path):
         merge = f"vlmcompress quantize {path} -o MERGED --scheme none"
@@ -231,7 +231,7 @@ def quantization_method(block: Mapping[str, Any]) -> str:
     return "modelopt" if method.startswith("modelopt") else method
 
 
-def refuse_quantized(path: str | Path, config: Mapping[str, Any]) -> None:
+def require_unquantized(path: str | Path, config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a checkpoint that is quantized already. `config`: its config.json."""
     block = quantization_block(Path(path), config)
     if not block:

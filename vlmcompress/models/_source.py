@@ -16,10 +16,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Compressed
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._checks import OTHER_CONFIG
 from vlmcompress.models._modules import decoder_blocks, draft_specs
 from vlmcompress.models._names import disk_names, tied_names, unfound, unused_tensors, written_names
-from vlmcompress.models._read import check_type, read_config, spec_for, stored_tensors, tensor_headers
+from vlmcompress.models._read import read_config, require_model_type, spec_for, stored_tensors, tensor_headers
+from vlmcompress.models._requirements import OTHER_CONFIG
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.models._types import Choice, FloatType
 from vlmcompress.utils import tensor_files
@@ -63,7 +63,7 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
     """
     content, file = read_config(path, weights), Path(path) / "config.json"
     spec = spec_for(content) if supported_only else None
-    check_type(content)
+    require_model_type(content)
     try:
         with quiet_transformers(), torch.device("meta"):
             meta_model = AutoModelForImageTextToText.from_config(
@@ -114,7 +114,7 @@ def placed_names(path: Path, meta_model: PreTrainedModel) -> tuple[dict[str, str
     )
 
 
-def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
+def require_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str]) -> None:
     """Raise `UserError` where a tensor's shape on disk is not the model's, or its type not of numbers with a fraction; no
     weight is read."""
     headers = tensor_headers(path)
@@ -133,7 +133,7 @@ def check_shapes(path: Path, meta_model: PreTrainedModel, names: dict[str, str])
             )
 
 
-def check_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str]) -> None:
+def require_equal_head(path: Path, meta_model: PreTrainedModel, names: Mapping[str, str]) -> None:
     """Raise `UserError` for a tied parameter that is also stored, with different values: transformers 5 uses them
     (`tie_weights` in `modeling_utils.py`), vLLM ignores them."""
     config = read_config(path)
@@ -188,7 +188,7 @@ class Source:
         spec = spec_for(config)
         model, headers = build_meta_model(path), tensor_headers(path)
         names, unused = placed_names(path, model)
-        check_head(path, model, names)
+        require_equal_head(path, model, names)
         kept = {name: header for name, header in headers.items() if name not in unused}
         stored = {name: Spec(header["dtype"], tuple(header["shape"])) for name, header in kept.items()}
         return Source(path, config, spec, model, stored, names, unused=unused)

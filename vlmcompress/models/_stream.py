@@ -81,7 +81,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Collection[str]
     Raises:
         UserError: a rotation of the stream would change this model's outputs; the message says why.
     """
-    _refuse_family(spec, stored)
+    _require_rotatable(spec, stored)
     config = meta_model.config.get_text_config()
     embedding = meta_model.get_input_embeddings()
     name = next(key for key, value in meta_model.named_parameters() if value is embedding.weight)
@@ -95,7 +95,7 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Collection[str]
     for path, groups in zip(decoder_layers(meta_model, spec), decoder_blocks(meta_model, spec), strict=True):
         for group in groups:
             if group.name not in templates:
-                raise _refused(spec, f"nothing is known about {group.linears[0]}")
+                raise _rotation_error(spec, f"nothing is known about {group.linears[0]}")
             if group.smooth and group.smooth_kind == "norm":
                 # A reader sees norm(x) * gain: W (gain * R'Rx) needs the gain in W before W is rotated.
                 residual.readers |= dict.fromkeys(group.linears, group.smooth)
@@ -103,31 +103,33 @@ def stream(meta_model: PreTrainedModel, spec: ModelSpec, stored: Collection[str]
                 # A writer adds to the stream, so its outputs are rotated.
                 residual.writers += group.linears
             else:
-                raise _refused(spec, f"{group.linears[0]} reads the stream without a norm that is known")
+                raise _rotation_error(spec, f"{group.linears[0]} reads the stream without a norm that is known")
             template = templates[group.name]
             if group.name == "o" and template.smooth_kind == "linear":
                 residual.values += _values(meta_model, f"{path}.{template.smooth[0]}", group, config)
-    _check_blocks(meta_model, spec, residual)
+    _require_known_blocks(meta_model, spec, residual)
     residual.writers += [_last_linear(meta_model, root, spec, width) for root in _projectors(meta_model, spec)]
     residual.readers[spec.lm_head] = _final_norm(meta_model, spec, embedding)
-    _check_rest(meta_model, spec, residual)
+    _require_known_rest(meta_model, spec, residual)
     for norm in residual.norms:
-        _check_norm(meta_model.get_submodule(norm), norm, spec)
+        _require_rms_norm(meta_model.get_submodule(norm), norm, spec)
     return residual
 
 
-def _refuse_family(spec: ModelSpec, stored: Collection[str]) -> None:
+def _require_rotatable(spec: ModelSpec, stored: Collection[str]) -> None:
     """Raise `UserError` for families that cannot be rotated according to their spec."""
     if spec.norm_offset:
         reason = "and its blocks have more that acts on the stream than attention and MLP after a norm each"
-        raise _refused(spec, f"its norms compute x * (1 + weight), {reason}")
+        raise _rotation_error(spec, f"its norms compute x * (1 + weight), {reason}")
     if spec.experts:
-        raise _refused(spec, "its router and its experts read the stream by a norm that none of them can take in alone")
+        raise _rotation_error(
+            spec, "its router and its experts read the stream by a norm that none of them can take in alone"
+        )
     if draft_tensors(spec, stored):
-        raise _refused(spec, "its head that drafts tokens reads the stream, too")
+        raise _rotation_error(spec, "its head that drafts tokens reads the stream, too")
 
 
-def _refused(spec: ModelSpec, why: str) -> UserError:
+def _rotation_error(spec: ModelSpec, why: str) -> UserError:
     return UserError(f"a rotation does not leave {spec.family} as it is: {why}; leave out --rotate")
 
 
@@ -158,7 +160,7 @@ def _last_linear(meta_model: nn.Module, root: str, spec: ModelSpec, width: int) 
         if any(True for _ in module.parameters(recurse=False))
     ]
     if not owners or not isinstance(owners[-1][1], nn.Linear) or owners[-1][1].out_features != width:
-        raise _refused(spec, f"{root} does not end in a linear layer that gives visual tokens")
+        raise _rotation_error(spec, f"{root} does not end in a linear layer that gives visual tokens")
     return owners[-1][0]
 
 
@@ -171,7 +173,7 @@ def _final_norm(meta_model: nn.Module, spec: ModelSpec, embedding: nn.Module) ->
         if name != layers and module is not embedding and any(True for _ in module.parameters())
     ]
     if len(others) != 1:
-        raise _refused(spec, f"its decoder has {', '.join(others) or 'no norm'} after its blocks")
+        raise _rotation_error(spec, f"its decoder has {', '.join(others) or 'no norm'} after its blocks")
     return f"{stem}.{others[0]}"
 
 
@@ -181,7 +183,7 @@ def _described(residual: Stream) -> set[str]:
     return {*residual.rows, *linears, *(f"{name}.weight" for name in residual.norms)}
 
 
-def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
+def _require_known_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Raise `UserError` for blocks with parameters other than readers, writers, norms and layers within a branch."""
     parameters = _described(residual)
     for name, _ in meta_model.get_submodule(spec.layers).named_parameters(prefix=spec.layers):
@@ -189,19 +191,19 @@ def _check_blocks(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> N
         if name in parameters or module.endswith(spec.inner):
             continue
         if "norm" in module.rpartition(".")[2]:
-            raise _refused(spec, f"{module} normalizes what a branch puts out")
-        raise _refused(spec, f"nothing is known about what {name} does to the stream")
+            raise _rotation_error(spec, f"{module} normalizes what a branch puts out")
+        raise _rotation_error(spec, f"nothing is known about what {name} does to the stream")
 
 
-def _check_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
+def _require_known_rest(meta_model: nn.Module, spec: ModelSpec, residual: Stream) -> None:
     """Raise `UserError` for unknown parameters outside blocks, tower and projector."""
     parameters, roots = _described(residual), (*spec.vision, *spec.projector, spec.layers)
     for name, _ in meta_model.named_parameters(remove_duplicate=False):
         if name not in parameters and not name.startswith(tuple(f"{root}." for root in roots)):
-            raise _refused(spec, f"nothing is known about what {name} does to the stream")
+            raise _rotation_error(spec, f"nothing is known about what {name} does to the stream")
 
 
-def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
+def _require_rms_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
     """Raise `UserError` for a norm that is not RMSNorm: tested on random rows for its gain and equivariance to reflections."""
     norm: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float()
     draw, weight = torch.Generator().manual_seed(0), norm.get_parameter("weight")
@@ -216,9 +218,9 @@ def _check_norm(module: nn.Module, name: str, spec: ModelSpec) -> None:
         # them.
         mirrored = norm(_mirrored(x, v))
     if not torch.allclose(twice, 2 * plain, atol=1e-4):
-        raise _refused(spec, f"{name} does not multiply by its weight")
+        raise _rotation_error(spec, f"{name} does not multiply by its weight")
     if not torch.allclose(mirrored, _mirrored(plain, v), atol=1e-4):
-        raise _refused(spec, f"{name} does more than divide by the root mean square, such as subtract the mean")
+        raise _rotation_error(spec, f"{name} does more than divide by the root mean square, such as subtract the mean")
 
 
 def _mirrored(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ INTEGERS: Mapping[str, Collection[Any]] = {"data_type": ("int",), "pack_dtype": 
 """Values for such a checkpoint in the supported packing, with 16-bit activations."""
 
 
-def refuse_unknown(
+def require_known_keys(
     block: Any,
     read: Collection[str],
     harmless: Collection[str] = (),

@@ -36,7 +36,7 @@ class Format:
     rows: int = 1
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind, self.bits)
+        _require_kind(self.kind, self.bits)
         if self.rows != 1 and (self.rows < 1 or self.group < 1 or self.kind != "float" or self.bits != 8):
             raise ValueError(f"only float8 with column groups can share a scale between rows, got rows {self.rows!r}")
         if type(self.group) is not int or self.group < -1:
@@ -135,7 +135,7 @@ class ActFormat:
     mx: bool = False
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind, self.bits)
+        _require_kind(self.kind, self.bits)
         if (self.mx or self.nvfp4) and not self.dynamic:
             raise ValueError("activations in blocks (NVFP4, MXFP4, MXFP8) have dynamic scales")
 
@@ -181,7 +181,7 @@ def weight_only(bits: int, group_size: int, symmetric: bool = True) -> Scheme:
     return Scheme(Format("int", bits, group_size, symmetric))
 
 
-def _check_kind(kind: str, bits: int) -> None:
+def _require_kind(kind: str, bits: int) -> None:
     if kind not in ("int", "float"):
         raise ValueError(f"kind must be 'int' or 'float', got {kind!r}")
     if kind == "int" and (type(bits) is not int or not 2 <= bits <= 8):

@@ -40,7 +40,7 @@ def allocate_bits(plan: Plan, work: WorkFolder | None = None, *, progress: Progr
         assert work is not None
         statistics = _collected(plan, work, progress)
     widths, facts = decide(plan, statistics, progress)
-    return replace(plan, widths=widths, allocation=facts).checked()
+    return replace(plan, widths=widths, allocation=facts).require_no_problem()
 
 
 def take_gradients(work: WorkFolder) -> None:

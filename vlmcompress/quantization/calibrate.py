@@ -134,7 +134,7 @@ def calibrate(
             grams = gram_bytes(vlm, steps, sum(count > 0 for count in origin["tokens"].values()))
             remedy = "choose another folder or leave out Gram matrices with --needs absmax,absmean"
             kept = sum(path.stat().st_size for path in work.folder.glob("*.safetensors"))
-            folders.check_space(work.out, grams - kept, remedy)
+            folders.require_space(work.out, grams - kept, remedy)
         weights = identity.weights_hash(recipe.model)
         settings = {
             "samples": origin,

@@ -47,7 +47,7 @@ from vlmcompress.quantization.inputs import (
     run_settings,
 )
 from vlmcompress.quantization.plan import statistics_match
-from vlmcompress.quantization.plan.calibration_data import refuse_without_data
+from vlmcompress.quantization.plan.calibration_data import require_calibration_data
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.quantization.rounded_layers import RoundedLayers
 from vlmcompress.quantization.run_manifest import run_manifest
@@ -115,17 +115,17 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
     with timed_phases(), claim as work:
         # Check, from headers and names of files; nothing is written yet.
         plan = make_plan(recipe)
-        refuse_without_data(plan)
-        folders.check_space(work.out, space_needed(plan, work.out))
+        require_calibration_data(plan)
+        folders.require_space(work.out, space_needed(plan, work.out))
         if plan.statistics:
-            folders.check_apart(plan.statistics.folder, work.out, "statistics")
+            folders.require_apart(plan.statistics.folder, work.out, "statistics")
             statistics_match.verify_statistics(plan.statistics, plan.recipe)
         with distributed.process_group():
             # What the run depends on and is known now; `WorkFolder.begin` adds what was learned, before the first block.
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
-                plan = plan.with_source(derived).checked()
+                plan = plan.with_source(derived).require_no_problem()
             # Allocate bits: each group of layers gets a width.
             if plan.budget:
                 plan = allocate.allocate_bits(plan, work, progress=progress)
@@ -231,7 +231,11 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
         method.needs.statistics & {*STORABLE, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     )
     spec = CaptureSpec(
-        statistics, method.needs.prefix, bool(run.recipe.kv_cache), all_experts=run.recipe.calibrate.all_experts
+        statistics,
+        method.needs.prefix,
+        bool(run.recipe.kv_cache),
+        all_experts=run.recipe.calibrate.all_experts,
+        held_out=len(inputs.held_out),
     )
 
     def free(layer: int) -> None:
@@ -245,7 +249,7 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     captures = capture_blocks(
         vlm,
         blocks,
-        samples,
+        [*samples, *inputs.held_out],
         spec,
         finished=lambda layer: work.has(block_name(layer)),
         passed=free,

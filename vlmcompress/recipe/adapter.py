@@ -23,7 +23,7 @@ _NAME = "base_model_name_or_path"
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of the adapter's config. Raises `UserError` where it can't be read."""
-    content: dict[str, Any] = schema.read_checked(
+    content: dict[str, Any] = schema.read_typed(
         dict[str, Any], folder / CONFIG, "give the folder that PEFT's save_pretrained wrote"
     )
     return content

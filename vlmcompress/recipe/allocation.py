@@ -75,7 +75,7 @@ class Unreachable(ValueError):
         self.smallest = smallest
 
 
-def _check(candidates: Candidates, budget: int) -> None:
+def _require_reachable(candidates: Candidates, budget: int) -> None:
     """Raise `Unreachable` for a budget that cannot be met, and ValueError for a group without a candidate."""
     if empty := [key for key, choices in candidates.items() if not choices]:
         raise ValueError(f"group {empty[0]} has no candidate")
@@ -92,7 +92,7 @@ def cost(candidates: Candidates, choice: Mapping[Key, int]) -> GroupOption:
 
 def solve_knapsack(candidates: Candidates, budget: int, limit: int = LIMIT) -> tuple[dict[Key, int], float]:
     """Return the choice of candidates with the least summed error, and a bound on its gap to the optimum (0: it is optimal)."""
-    _check(candidates, budget)
+    _require_reachable(candidates, budget)
     keys = sorted(candidates)
     groups = [candidates[key] for key in keys]
     price, best = _greedy(groups, budget)
@@ -189,7 +189,7 @@ def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], k
     if lacking := [layer for layer in layers if layer >= len(entropy) or entropy[layer] is None]:
         raise ValueError(f"block {lacking[0]} has no entropy")
     order = sorted(layers, key=lambda layer: (entropy[layer], layer))  # least entropy first: those get the fewest bits
-    _check(candidates, budget)
+    _require_reachable(candidates, budget)
     sizes = {
         key: sorted(range(len(choices)), key=lambda k: (choices[k].nbytes, choices[k].error))
         for key, choices in candidates.items()

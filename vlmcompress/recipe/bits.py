@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from vlmcompress.recipe.allocation import RULES
 from vlmcompress.utils.errors import did_you_mean
-from vlmcompress.utils.text import check_size
+from vlmcompress.utils.text import require_size
 
 NAMED = ("fp8", "int8", "bf16")  # besides the recipe's own scheme at 2 to 8 bits
 DEFAULT = (2, 3, 4, 8)
@@ -36,7 +36,7 @@ class Bits(BaseModel):
     @field_validator("max_size")
     @classmethod
     def _size(cls, text: str | None) -> str | None:
-        return None if text is None else check_size(text)
+        return None if text is None else require_size(text)
 
     @field_validator("among")
     @classmethod

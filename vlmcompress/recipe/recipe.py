@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.model_folder import is_adapter
 from vlmcompress.utils.registry import FORMATS, SCHEMES
 from vlmcompress.utils.settings import Layer, find_recipe, merge
-from vlmcompress.utils.text import check_size
+from vlmcompress.utils.text import require_size
 
 if TYPE_CHECKING:
     from vlmcompress.numerics import Scheme
@@ -40,6 +41,13 @@ else:  # pydantic reads annotations when the class is made, and these bring torc
 DEFAULT = "default"
 MOST = 10**9
 """The most samples of a calibration, and the most tokens of a sample."""
+
+# Dotted keys that are paths -> the kind of repository on the Hub that they may name instead.
+_PATHS: dict[str, hub.Kind | None] = {
+    **dict.fromkeys(("model", "adapter"), "model"),
+    "calibrate.data": "dataset",
+    **dict.fromkeys(("out", "calibrate.text", "calibrate.stats", "reduce.scorer", "reduce.thresholds"), None),
+}
 
 
 class _Frozen(BaseModel):
@@ -151,7 +159,7 @@ class Recipe(_Frozen):
     @field_validator("shard_size")
     @classmethod
     def _size(cls, text: str) -> str:
-        return check_size(text)
+        return require_size(text)
 
     @staticmethod
     def of(model: str | Path, out: str | Path | None = None, *, file: str | Path | None = None, **keys: Any) -> Recipe:
@@ -238,7 +246,7 @@ def resolve(
     settings: Mapping[str, Any],
     file: str | Path | None = None,
     *,
-    refuse: bool = True,
+    strict: bool = True,
     weights: Literal["values", "headers"] = "values",
     caller: str = "command line",
 ) -> Resolved:
@@ -247,7 +255,7 @@ def resolve(
     Args:
         settings: nested values of the command line or caller; absent keys are not set, falsy values are.
         file: a recipe file, or the name of a bundled one.
-        refuse: raise `UserError` for what the target cannot run.
+        strict: raise `UserError` for what the target cannot run.
         weights: which part of a Hub model's weight files is fetched; see `hub.local`.
         caller: name of the source of `settings` in messages.
     """
@@ -256,12 +264,13 @@ def resolve(
         path = find_recipe(file)
         layers.append((f"recipe {path}", yaml_files.read_yaml(path, "recipe")))
     for origin, layer in layers:
-        _check_keys(layer, Recipe.model_fields, "", origin)
+        _require_known_keys(layer, Recipe.model_fields, "", origin)
         for key, part in (("calibrate", Calibrate), ("bits", Bits), ("resize", Resize)):
             if isinstance(layer.get(key), Mapping):
-                _check_keys(layer[key], part.model_fields, f"{key}.", origin)
+                _require_known_keys(layer[key], part.model_fields, f"{key}.", origin)
     if any("reduce" in layer for _, layer in layers):
         layers = reducers.layered(layers)
+    layers[1:] = [(origin, _anchored(layer, path.parent)) for origin, layer in layers[1:]]
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
@@ -272,7 +281,7 @@ def resolve(
     for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
         if isinstance(values.get(key), str):
             values[key] = registry.name(values[key])
-            registry.check(values[key])
+            registry.require(values[key])
     if "scheme" not in values:
         fewer = values.get("reduce") or values.get("resize")
         alone = " (none leaves the weights as they are)" if fewer else ""
@@ -288,15 +297,30 @@ def resolve(
         raise UserError(_wrong(key, first["input"], _first_problem(error), origins)) from error
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
-    if recipe.target and refuse:
+    if recipe.target and strict:
         formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
-        targets.refuse_scheme(recipe.target, *formats)
+        targets.require_scheme(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
     if is_adapter(model) and adapter is None:
         adapter = model
         model = hub.local(adapters.base_of(adapter), weights=weights, code=recipe.trust_remote_code)
     return Resolved(recipe.model_copy(update={"model": model, "adapter": adapter}), origins)
+
+
+def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """The settings of a recipe file in a folder, to which relative paths become relative; ids of the Hub stay."""
+    anchored: dict[str, Any] = {}
+    for key, value in settings.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            value = _anchored(value, folder, f"{dotted}.")
+        elif dotted in _PATHS and isinstance(value, str) and value:
+            kind = _PATHS[dotted]
+            hosted = kind and not os.path.lexists(folder / value) and hub.parse_repository(value, kind)
+            value = value if hosted else str(folder / value)
+        anchored[key] = value
+    return anchored
 
 
 def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
@@ -320,7 +344,7 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
     return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
-def _check_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
+def _require_known_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
     for key in settings:
         if key not in allowed:
             raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), allowed)}")

@@ -67,12 +67,12 @@ class Target:
         schemes: goal -> scheme that suits it best, by its kernels; `None` -> scheme to take without a goal.
         kernels: format -> the kernel that vLLM picks.
         weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
-        refused: format -> why it does not run, naming the alternative.
+        no_kernel: format -> why it does not run, naming the alternative.
         limits: format -> shapes that its kernel takes.
-        experts_refused: why it runs no quantized experts of a mixture; None: it does.
+        no_experts: why it runs no quantized experts of a mixture; None: it does.
         head_sizes: sizes of an attention head that run; None: no limit known.
         kv_fp8: what an FP8 KV cache needs.
-        kv_fp8_refused: the reason why there is none.
+        no_kv_fp8: the reason why there is none.
         kv_instead: what is better there.
         source: where memory, bandwidth and rates are from.
         vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
@@ -89,12 +89,12 @@ class Target:
     source: str = ""
     architecture: str | None = None
     weight_only: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    no_kernel: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    experts_refused: str | None = None
+    no_experts: str | None = None
     head_sizes: frozenset[int] | None = None
     kv_fp8: str = ""
-    kv_fp8_refused: str | None = None
+    no_kv_fp8: str | None = None
     kv_instead: str = ""
     vision_attention_fp8: str = ""
     speeds: Mapping[str, float] = field(default_factory=dict)
@@ -106,23 +106,23 @@ class Target:
 
     def kernel(self, key: str) -> str | None:
         """The kernel that vLLM picks for a format, or None where it does not run."""
-        if key in self.refused:
+        if key in self.no_kernel:
             return None
         return self.kernels.get(key, self.kernels.get(key.removesuffix("-static")))
 
-    def refusal(self, key: str) -> str | None:
+    def format_problem(self, key: str) -> str | None:
         """The reason, with an alternative, why this machine does not run the format or gains nothing from it; None otherwise.
 
         Formats that run weight-only also have a `kernel`, as existing checkpoints can be served.
         """
-        reason = self.refused.get(key) or self.weight_only.get(key)
+        reason = self.no_kernel.get(key) or self.weight_only.get(key)
         if reason:
             return f"{self.title} {reason}"
         if self.kernel(key):
             return None
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
 
-    def experts_refusal(self, scheme: Any) -> str | None:
+    def experts_problem(self, scheme: Any) -> str | None:
         """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
 
         What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
@@ -131,7 +131,7 @@ class Target:
         if scheme is None:
             return None
         key, weights = format_key(scheme), scheme.weights
-        why = self.experts_refused
+        why = self.no_experts
         if key == "w4a8-int":
             why = "has no kernel for experts of 4 bits with 8-bit activations; use 16-bit activations (awq, gptq, mbq)"
         elif key == "w8a16" and not weights.symmetric:
@@ -168,20 +168,19 @@ def default_scheme(name: str, goal: Goal | None) -> str:
     return get_target(name).schemes[goal]
 
 
-def refuse_scheme(
+def require_scheme(
     name: str,
     scheme: Any,
     kv_cache: str | None = None,
     parts: Mapping[str, Any] = _NO_PARTS,
     vision_attention: str | None = None,
 ) -> None:
-    """Raise `UserError` if the target `name` can't run the recipe, with the first reason of `refusals`, whose arguments these
-    are."""
-    for reason in refusals(name, scheme, kv_cache, parts, vision_attention):
+    """Raise `UserError` if the target `name` can't run the recipe, with the first of its `target_problems`."""
+    for reason in target_problems(name, scheme, kv_cache, parts, vision_attention):
         raise UserError(reason)
 
 
-def refusals(
+def target_problems(
     name: str,
     scheme: Any,
     kv_cache: str | None = None,
@@ -195,10 +194,12 @@ def refusals(
         kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
     """
     target = get_target(name)
-    reasons = [target.refusal(format_key(scheme))]
-    reasons += [f"{part}: {reason}" for part, other in parts.items() if (reason := target.refusal(format_key(other)))]
+    reasons = [target.format_problem(format_key(scheme))]
+    reasons += [
+        f"{part}: {reason}" for part, other in parts.items() if (reason := target.format_problem(format_key(other)))
+    ]
     if kv_cache:
-        reasons.append(target.kv_fp8_refused)
+        reasons.append(target.no_kv_fp8)
     if vision_attention and not target.vision_attention_fp8:
         reasons.append(f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out")
     return [reason for reason in reasons if reason]
@@ -267,7 +268,7 @@ _AMPERE = Target(
             "use int8 for throughput or gptq-plus for memory",
         ),
     },
-    refused=_with("int8", _ON_HOPPER),
+    no_kernel=_with("int8", _ON_HOPPER),
     kv_fp8="FlashInfer only (--attention-backend FLASHINFER), heads of 64, 128, 256 or 512",
     kv_instead="serve with --kv-cache-dtype int8_per_token_head (Triton attention; it needs no scales)",
 )
@@ -284,7 +285,7 @@ _ADA = Target(
         _BLOCKS: "has no kernel for FP8 in blocks: vLLM runs it weight-only there and computes in 16 bits; "
         "use fp8, which has a scale per row",
     },
-    refused=_with("fp8", _ON_HOPPER),
+    no_kernel=_with("fp8", _ON_HOPPER),
     kv_fp8="FlashInfer or Triton attention",
 )
 # Small memory: 4 bits are the better default.
@@ -326,7 +327,7 @@ _BLACKWELL = Target(
         _BLOCKS: "DeepGEMM",
     },
     weight_only=_W4A8,
-    refused={
+    no_kernel={
         **_with("fp8", _ON_HOPPER),
         **_ROUNDS,
         "w8a8-int": "fails when vLLM starts, as its CUTLASS kernel has no INT8 there; use fp8 for throughput or awq "
@@ -347,7 +348,7 @@ _BLACKWELL_GEFORCE = Target(
     schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={**_BLACKWELL.kernels, **_SMALL_FP4},
     weight_only=_W4A8,
-    refused=_BLACKWELL.refused,
+    no_kernel=_BLACKWELL.no_kernel,
     kv_fp8="FlashInfer or Triton attention",
     vision_attention_fp8=_TOWER,
 )
@@ -360,7 +361,7 @@ _THOR = Target(
     schemes={None: "gptq-plus", "memory": "gptq-plus", "throughput": "fp8"},
     kernels={**_BLACKWELL.kernels, **_SMALL_FP4, _BLOCKS: "CUTLASS block FP8"},
     weight_only=_W4A8,
-    refused=_BLACKWELL.refused,
+    no_kernel=_BLACKWELL.no_kernel,
     kv_fp8="FlashInfer or Triton attention",
     vision_attention_fp8=_TOWER,
 )
@@ -391,7 +392,7 @@ _MI300X = Target(
         "use fp8 for throughput or gptq-plus for memory",
         "w8a8-mx": "has no kernel for MXFP8: vLLM dequantizes it when it loads the weights; use fp8",
     },
-    refused={
+    no_kernel={
         "w8a16": _ONLY_4_BITS,
         "wNa16": _ONLY_4_BITS,
         "w4a8-int": "has no kernel for 4-bit weights with INT8 activations; use 16-bit activations (awq, gptq, mbq)",
@@ -412,7 +413,7 @@ _MI300X = Target(
 # `kernels/linear/mixed_precision/dynamic_4bit.py`: W4A8, by an operator of torch that is fast on Arm only (KleidiAI).
 # `v1/attention/backends/cpu_attn.py`: the head sizes.
 # `fused_moe/experts/cpu_moe.py`: experts, in 16 bits everywhere, `CPUExpertsInt4` and `CPUExpertsInt8` with AMX.
-# Speeds: of 12 clients on two cores with AVX-512, by `scripts/measure/bench_serving.py`; a test holds them to its results.
+# Speeds: of 12 clients on two cores with AVX-512, in `eval/serving.json`; a test holds them to it.
 _CPU = Target(
     title="vLLM's CPU build",
     memory=None,
@@ -426,7 +427,7 @@ _CPU = Target(
         "w8a8-fp": "torch._scaled_mm (runs, but slowly)",
         "w4a8-int": "Dynamic4bit (torch's reference on x86: hundreds of times slower than BF16, to check results with)",
     },
-    refused={
+    no_kernel={
         "w8a8-fp-static": "fails on fixed FP8 activation scales (its static_scaled_fp8_quant is a stub); use fp8 or int8",
         "w8a16": "has no kernel for 8-bit weights with 16-bit activations; use int8, or gptq-plus for memory",
         "w8a8-fp-block": "runs FP8 in blocks on processors with AMX only; use int8, or fp8, which has a scale per row",
@@ -438,7 +439,7 @@ _CPU = Target(
         "wNa16": "runs weight-only integers at 4 bits only; set options.bits to 4",
     },
     limits={"w4a16": Limit(out_multiple=32, in_multiple=32, group_multiple=2), "w4a8-int": Limit(in_multiple=2)},
-    experts_refused="runs quantized experts on processors with AMX only, and there 4 bits (symmetric, groups other than 32) "
+    no_experts="runs quantized experts on processors with AMX only, and there 4 bits (symmetric, groups other than 32) "
     "and INT8; leave them in 16 bits with --set 'skip=[mlp.experts.]', or leave the target out",
     head_sizes=frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}),
     kv_fp8="AVX-512 or AMX and a head size that is a multiple of 32",

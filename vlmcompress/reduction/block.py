@@ -49,7 +49,7 @@ def config_with_reducer(
 
     Raises UserError for a reducer that a checkpoint cannot carry.
     """
-    _check_reducer(reducer, f"reduce {reducer}", "learn them first")
+    _require_thresholds(reducer, f"reduce {reducer}", "learn them first")
     block = {"schema": SCHEMA, "model_type": config["model_type"], "reduce": reducer.plain()}
     block |= {"count": count.plain()} if count else {}
     names = [PREFIX + name.removeprefix(PREFIX) for name in config["architectures"]]
@@ -69,7 +69,7 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
         )
     if len(marked) != len(names) or not marked:
         raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")
-    _check_schema(block)
+    _require_schema(block)
     if odd := sorted((block.keys() ^ _REQUIRED) - _OPTIONAL, key=str):
         raise UserError(f"{_WHERE}: '{odd[0]}' is {'unknown' if odd[0] in block else 'missing'}; export it again")
     if block["model_type"] != config.get("model_type"):
@@ -79,7 +79,7 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
     if not isinstance(block["reduce"], Mapping):
         raise UserError(f"{_WHERE}.reduce is no mapping; export it again")
     reducer = choice.reducer_of_setting(block["reduce"], f"{_WHERE}.reduce")
-    _check_reducer(reducer, f"{_WHERE}.reduce", "export it again")
+    _require_thresholds(reducer, f"{_WHERE}.reduce", "export it again")
     count = None
     if "count" in block:
         from vlmcompress.reduction.methods import read_counter
@@ -90,13 +90,13 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
     return CarriedReducer(block["model_type"], reducer, count)
 
 
-def _check_reducer(reducer: ReducerChoice, where: str, remedy: str) -> None:
+def _require_thresholds(reducer: ReducerChoice, where: str, remedy: str) -> None:
     """Raise UserError for a reducer without its learned thresholds."""
     if reducer.reducer.LEARNS and not reducer.has_thresholds:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
 
 
-def _check_schema(block: Mapping[str, Any]) -> None:
+def _require_schema(block: Mapping[str, Any]) -> None:
     schema = block.get("schema")
     if type(schema) is not int or schema < 1:
         raise UserError(f"{_WHERE}.schema is {schema!r}, should be {SCHEMA}; export it again")

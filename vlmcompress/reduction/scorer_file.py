@@ -117,7 +117,7 @@ def read(path: Path) -> Scorer:
         metadata = json_files.parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
-    return Scorer(weights, _checked(path, weights, metadata), hashlib.sha256(data).hexdigest())
+    return Scorer(weights, _require_scorer(path, weights, metadata), hashlib.sha256(data).hexdigest())
 
 
 def is_scorer(path: Path) -> bool:
@@ -138,7 +138,7 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"cannot read scorer {path} ({type(error).__name__}); train one with `{COMMAND}`") from error
 
 
-def _checked(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+def _require_scorer(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """Check a file's facts and its tensors' names, shapes and numbers; returns the facts."""
     if FACTS not in metadata:
         raise UserError(f"{path} holds no scorer; train one with `{COMMAND}`")

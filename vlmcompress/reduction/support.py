@@ -1,8 +1,8 @@
 """Which reducers work with which models and engines.
 
-`check_reducer` combines three checks, which vLLM's plugin and messages also call one by one: of the model's family
-(`family_problem`), of its config (`check_config`, which includes the family's), and of the engine (`engine_problem`). The last
-reads literals from the files of methods and families and needs neither torch nor vLLM.
+`require_reducer` combines three checks, which vLLM's plugin and messages also call one by one: of the model's family
+(`family_problem`), of its config (`require_reducible`, which includes the family's), and of the engine (`engine_problem`).
+The last reads literals from the files of methods and families and needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIXED = {
 }
 
 
-def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
+def require_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transformers", files: bool = True) -> None:
     """Raise UserError unless a reducer works with a model and an engine.
 
     Args:
@@ -42,7 +42,7 @@ def check_reducer(vlm: VLM, reducer: ReducerChoice, *, engine: str = "transforme
         from vlmcompress.reduction import threshold_file
 
         reducer = threshold_file.load_thresholds(vlm, reducer)
-    check_config(vlm.spec, vlm.model.config, reducer)
+    require_reducible(vlm.spec, vlm.model.config, reducer)
     if engine == "vllm":
         for architecture in vlm.model.config.architectures or []:
             if reason := engine_problem(architecture, reducer):
@@ -97,7 +97,7 @@ def chooses_images(reducer: Reducer) -> bool:
     return reducer.STAGE == "pixels"
 
 
-def check_config(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
+def require_reducible(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
     """Raise UserError unless the method can be applied to a model, from its family and config without loading it."""
     tower = config.vision_config.model_type
     if reason := family_problem(spec, chosen.method) or dict(spec.tower.unreduced).get(tower):
@@ -111,7 +111,7 @@ def check_config(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
     if reducer.layer is not None and reducer.layer < deep:
         raise UserError(f"layers before {deep} still receive visual features in this model; use layer {deep} or later")
     if reducer.MERGES:
-        _check_merging(spec, config, reducer)
+        _require_merging(spec, config, reducer)
     elif needs_encoder(reducer):
         if reason := _no_cls_attention(spec, config):
             raise UserError(reason)
@@ -142,7 +142,7 @@ def strategy(config: Any) -> str:
     return getattr(config, "vision_feature_select_strategy", "full")
 
 
-def _check_merging(spec: ModelSpec, config: Any, reducer: Reducer) -> None:
+def _require_merging(spec: ModelSpec, config: Any, reducer: Reducer) -> None:
     vision = config.vision_config
     used = (vision.model_type, strategy(config))
     if not isinstance(getattr(config, "vision_feature_layer", -1), int):
@@ -168,7 +168,7 @@ def count_bounds(config: Any, reducer: Reducer) -> tuple[int, int]:
     return least, tokens
 
 
-def check_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
+def require_counter(config: Any, chosen: ReducerChoice, counter: TokenCounter) -> None:
     """Raise UserError unless the method can reach the counter's counts in a model with this config."""
 
     if not chosen.takes_count:

@@ -110,7 +110,7 @@ def encoder_hash(vlm: VLM) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Read the file's content, with `reduce` as a `ReducerChoice`."""
-    content = schema.read_checked(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
+    content = schema.read_typed(_File, path, f"make them with `{COMMAND}`", version=SCHEMA_VERSION)
     reducer = choice.reducer_of_setting(content["reduce"], f"thresholds {path}: reduce")
     if reducer.method != METHOD or not reducer.has_thresholds:
         raise UserError(f"{path} holds no thresholds; make them with `{COMMAND}`")

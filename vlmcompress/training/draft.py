@@ -36,7 +36,7 @@ from vlmcompress.reduction.hooks import attach_carried
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.training.eagle3 import DraftShape
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
@@ -72,7 +72,7 @@ class DraftTraining:
     image_vector: bool = False
 
     def __post_init__(self) -> None:
-        check_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary")
+        require_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary")
         if self.kind == "medusa" and not DraftImages(self.images, self.image_vector).plain:
             raise UserError(
                 "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
@@ -106,7 +106,7 @@ def draft(
     """
     out = recipe.output
     images = base.images if base else DraftImages(training.images, training.image_vector)
-    draft_folder.check_target(config := models.read_config(recipe.model), images)
+    draft_folder.require_draft_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
     claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
@@ -130,7 +130,7 @@ def draft(
                 stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
                 vocabulary = training.vocabulary if stored is None else guessable(stored, total)
                 draft_data = DraftData(target, data, recipe, kind, images, vocabulary)
-                _check_answers(draft_data, source)
+                _require_answers(draft_data, source)
                 tensors = draft_data.create(recipe.seed)
                 if base and stored is not None:
                     for name, tensor in tensors.items():
@@ -173,7 +173,7 @@ def _answered(
         return target, teacher_cache.answered(target, samples, source, work, progress, most)
 
 
-def _check_answers(draft_data: DraftData, source: str | Path) -> None:
+def _require_answers(draft_data: DraftData, source: str | Path) -> None:
     """Raise UserError if the training or the held-out samples have no answer of two tokens or more."""
     counts = [distillation.answer_tokens(batch)[1] for batch in draft_data.batches]
     for part in (counts[: draft_data.first], counts[draft_data.first :]):

@@ -30,7 +30,7 @@ from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.reduction.support import family_problem
 from vlmcompress.training import distillation, teacher_cache
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
@@ -67,7 +67,7 @@ class ScorerTraining:
             raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
         if self.to is not None and not self.keep < self.to < 1:
             raise UserError(f"--to is {self.to:g}; it should be above --keep, {self.keep:g}, and below 1, such as 0.75")
-        check_flags(self, "steps", "batch", "every", "hidden")
+        require_flags(self, "steps", "batch", "every", "hidden")
         if self.hidden > scorer_file.MOST_HIDDEN:
             raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
 
@@ -103,7 +103,7 @@ def learn_reducer(
         UserError: bad input, or no improvement; nothing is written then.
     """
     out = recipe.output
-    claim = locked_output(out, functools.partial(_check_output, recipe, out, overwrite), restart=restart)
+    claim = locked_output(out, functools.partial(_require_output, recipe, out, overwrite), restart=restart)
     with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "learn-reducer")
         assert source is not None
@@ -277,10 +277,10 @@ def _chosen_by(name: str, keep: float) -> Gate:
     return gate
 
 
-def _check_output(recipe: Recipe, out: Path, overwrite: bool) -> None:
+def _require_output(recipe: Recipe, out: Path, overwrite: bool) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"{out} has to be a scorer's file; give it a name that ends in .safetensors")
-    folders.check_apart(recipe.model, out, "source model")  # an engine would take it for weights
+    folders.require_apart(recipe.model, out, "source model")  # an engine would take it for weights
     if out.is_dir():
         raise UserError(f"{out} is a folder; give another name for the scorer's file")
     if out.exists() and not overwrite:

@@ -121,7 +121,7 @@ def read_samples(source: str | Path, recipe: Recipe, *, reduced: bool) -> Sample
     options: dict[str, Any] = {"samples": settings.samples, "seed": recipe.seed, "reading": Reading.of(settings)}
     samples = load_samples(hub.local(source, "dataset"), **options)
     if reduced:
-        video.refuse_videos(samples)
+        video.require_no_videos(samples)
     _enough(samples, source)
     return samples
 

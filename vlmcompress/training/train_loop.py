@@ -66,7 +66,7 @@ class LoopSettings:
         return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
 
 
-def check_flags(training: Any, *counts: str) -> None:
+def require_flags(training: Any, *counts: str) -> None:
     """Raise UserError if one of the flags named in `counts` is below 1, or `lr` is not between 0 and 1."""
     for name in counts:
         if getattr(training, name) < 1:
@@ -234,7 +234,7 @@ class _Loop:
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
         """Restore what `state` returned; returns the log and the best values. Raises UserError if it is damaged."""
-        schema.check_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
+        schema.require_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():
                 tensor.copy_(state[f"now/{name}"])

@@ -20,7 +20,7 @@ from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.training import distillation, lora, teacher_cache
 from vlmcompress.training.teacher_cache import TrainingData
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, check_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress
@@ -46,7 +46,7 @@ class TrainingOptions:
         for name in self.train:
             if name not in PARTS:
                 raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
-        check_flags(self, "rank", "steps", "batch", "every")
+        require_flags(self, "rank", "steps", "batch", "every")
 
 
 @dataclass(frozen=True)

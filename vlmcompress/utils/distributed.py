@@ -113,9 +113,9 @@ def all_max(x: Tensor) -> Tensor:
     return _reduce(x, "MAX")
 
 
-def merge_dicts(part: dict[Any, Any]) -> dict[Any, Any]:
-    """The union of all workers' dictionaries."""
-    return {key: value for gathered in _gather(part) for key, value in gathered.items()}
+def merge_dicts(part: dict[Any, Any], kinds: Sequence[type] = ()) -> dict[Any, Any]:
+    """The union of all workers' dictionaries. `kinds`: the classes in them that are neither tensors nor Python's own."""
+    return {key: value for gathered in _gather(part, kinds) for key, value in gathered.items()}
 
 
 def raise_any(problem: str | None) -> None:
@@ -157,7 +157,7 @@ def _number(variable: str, otherwise: int) -> int:
     return int(text or otherwise)
 
 
-def _gather(data: Any) -> list[Any]:
+def _gather(data: Any, kinds: Sequence[type] = ()) -> list[Any]:
     """The data of all workers, in the order of their ranks."""
     if world_size() == 1:
         return [data]
@@ -168,7 +168,8 @@ def _gather(data: Any) -> list[Any]:
     torch.save(data, packed)
     _try(lambda: dist.all_gather_object(gathered, packed.getvalue()))
     place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return [torch.load(io.BytesIO(other or b""), map_location=place, weights_only=False) for other in gathered]
+    with torch.serialization.safe_globals(list(kinds)):
+        return [torch.load(io.BytesIO(other or b""), map_location=place, weights_only=True) for other in gathered]
 
 
 def _reduce(x: Tensor, operation: str) -> Tensor:

@@ -51,7 +51,7 @@ def parents(out: Path) -> Iterator[None]:
         _remove_empty(parents)
 
 
-def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
+def require_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool = False) -> None:
     """Raise for an OUT that cannot or must not be written, and clean up after killed runs. Cheap; call it first.
 
     Args:
@@ -62,7 +62,7 @@ def check_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bool
     Raises:
         UserError: OUT exists, is the source or lies inside it (or around it), is being written, or cannot be written.
     """
-    check_apart(source, out, "source model")
+    require_apart(source, out, "source model")
     with user_errors(out):
         if not look and distributed.is_main():
             _recover(out)
@@ -95,7 +95,7 @@ def _unlisted(folder: Path, mark: str) -> list[str]:
     return [name for name in names.values() if name != mark and name not in listed]
 
 
-def check_apart(source: Path, out: Path, what: str) -> None:
+def require_apart(source: Path, out: Path, what: str) -> None:
     """Raise `UserError` for an OUT that is `source`, lies inside it or contains it; `what` names `source` in the message."""
     inner, outer = out.resolve(), source.resolve()
     if inner == outer or inner.is_relative_to(outer):
@@ -108,7 +108,7 @@ def check_apart(source: Path, out: Path, what: str) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `out` at the end of the context; it is removed on any error.
 
-    Call `check_out` first. An existing `out` is replaced once the new folder is complete and on disk.
+    Call `require_out` first. An existing `out` is replaced once the new folder is complete and on disk.
     """
     with user_errors(out):
         parents = _make_parents(out.absolute().parent)
@@ -194,7 +194,7 @@ def user_errors(out: Path) -> Iterator[None]:
         raise WriteError(f"cannot write {out}: {reason}; check the path and its permissions") from error
 
 
-def check_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
+def require_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
     """Raise `UserError` if OUT's file system has fewer than `needed` bytes free; `remedy` ends the message."""
     folder = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(folder).free

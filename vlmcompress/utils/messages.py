@@ -114,7 +114,7 @@ def note(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """The result of one check of a plan or of `doctor`: its `name`, whether it is `ok`, and the reason in `detail`."""
 
     name: str

@@ -129,7 +129,7 @@ def weight_map(index: Path) -> dict[str, str]:
     return places
 
 
-def check_model(path: Path) -> None:
+def require_model(path: Path) -> None:
     """Raise `UserError` for the path of a model that is no folder, or one with neither config.json nor an adapter."""
     if not path.exists():
         raise UserError(f"model folder {path} does not exist; give the path of a downloaded checkpoint")
@@ -146,7 +146,7 @@ def check_model(path: Path) -> None:
         raise UserError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
 
 
-def check_written(path: Path) -> None:
+def require_written(path: Path) -> None:
     """Raise `UserError` for the path of a checkpoint of ours that is no folder, or one with neither config nor manifest."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give one written by `vlmcompress quantize`")
@@ -182,7 +182,7 @@ def adapter_left(folder: Path) -> bool:
 def processing_files(folder: Path, kind: str | None = None) -> list[Path]:
     """The tokenizer and processor files in a folder, as sorted relative paths; `kind`: only of this key of `PROCESSING`.
 
-    Raises as `check_file`.
+    Raises as `require_file`.
     """
     patterns = PROCESSING[kind] if kind else tuple(itertools.chain(*PROCESSING.values()))
     return _chosen(folder, patterns)
@@ -190,14 +190,14 @@ def processing_files(folder: Path, kind: str | None = None) -> list[Path]:
 
 def companions(folder: Path) -> list[Path]:
     """The files of the model in a folder besides config.json and weights, as sorted relative paths: tokenizer and processor,
-    generation settings, card and licence, and Python code if a config refers to it (`auto_map`). Raises as `check_file`."""
+    generation settings, card and licence, and Python code if a config refers to it (`auto_map`). Raises as `require_file`."""
     kept = [*processing_files(folder), *_chosen(folder, _OTHERS)]
     if any(_refers_to_code(folder / place) for place in (Path("config.json"), *kept)):
         kept += _chosen(folder, ("*.py",))
     return sorted(set(kept))
 
 
-def check_file(folder: Path, place: Path) -> None:
+def require_file(folder: Path, place: Path) -> None:
     """Raise `UserError` unless a file of a model's folder is a regular one that lies in it, or in the Hub's cache."""
     file = folder / place
     if not file.is_file():
@@ -223,10 +223,10 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _chosen(folder: Path, patterns: Collection[str]) -> list[Path]:
-    """The files in a folder that match a pattern, as sorted relative paths. Raises as `check_file`."""
+    """The files in a folder that match a pattern, as sorted relative paths. Raises as `require_file`."""
     places = [place for place in _visible(folder) if _matches(place, patterns)]
     for place in places:
-        check_file(folder, place)
+        require_file(folder, place)
     return places
 
 

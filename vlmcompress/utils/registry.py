@@ -90,14 +90,14 @@ class Registry:
     def _by_alias(self) -> dict[str, str]:
         return {alias: name for name in self._modules for alias in self.aliases(name)}
 
-    def check(self, name: str) -> None:
+    def require(self, name: str) -> None:
         """Raise `UserError` with the closest name if there is no entry of this name."""
         if name not in self._modules:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
 
     def get(self, name: str) -> Any:
         """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `check`."""
-        self.check(name)
+        self.require(name)
         if name in self.table:
             return self.table[name]
         module = importlib.import_module(self._modules[name])

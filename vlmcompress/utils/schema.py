@@ -32,7 +32,7 @@ Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
 
-def check_value(kind: Any, data: Any, where: str, remedy: str) -> None:
+def require_value(kind: Any, data: Any, where: str, remedy: str) -> None:
     """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
 
     Args:
@@ -47,7 +47,7 @@ def check_value(kind: Any, data: Any, where: str, remedy: str) -> None:
         raise UserError(f"{where}: {first_problem(error)}; {remedy}") from error
 
 
-def read_checked(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
+def read_typed(kind: Any, path: Path, remedy: str, version: int | None = None) -> Any:
     """The JSON value in `path`, checked to be of type `kind`; keys that `kind` does not list are kept.
 
     Args:
@@ -66,7 +66,7 @@ def read_checked(kind: Any, path: Path, remedy: str, version: int | None = None)
     if version is not None and stored != version and type(stored) is int:
         remedy = "update vlmcompress" if stored > version else remedy
         raise UserError(f"{path} has schema {stored}, this vlmcompress reads {version}; {remedy}")
-    check_value(kind, content, str(path), remedy)
+    require_value(kind, content, str(path), remedy)
     return content
 
 

@@ -154,7 +154,7 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
     """
     if entry.columns is not None or entry.channels_last:
         value = read_tensor(entry)
-        refuse_not_finite(entry, value)
+        require_finite(entry, value)
         return write_at(file, to_bytes(value), position)
     with _opened(entry) as source:
         left, block = entry.end - entry.start, bytearray(_COPIED)
@@ -162,12 +162,12 @@ def copy_at(entry: Entry, file: int, position: int) -> None:
         while left:
             part = memoryview(block)[: min(left, _COPIED)]
             _fill(part, source, entry)
-            refuse_not_finite(entry, values[: len(part) // values.itemsize])
+            require_finite(entry, values[: len(part) // values.itemsize])
             write_at(file, part, position)
             left, position = left - len(part), position + len(part)
 
 
-def refuse_not_finite(entry: Entry, values: Tensor) -> None:
+def require_finite(entry: Entry, values: Tensor) -> None:
     """Raise `UserError` for NaN or infinity in some values of a stored tensor, if it is one of `FLOATS`."""
     if entry.spec.dtype in FLOATS and not all_finite(values):
         raise UserError(

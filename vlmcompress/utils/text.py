@@ -114,7 +114,7 @@ def parse_bytes(text: str | int, what: str) -> int:
     return count
 
 
-def check_size(text: str) -> str:
+def require_size(text: str) -> str:
     """Return a size like `5GB` unchanged, or raise ValueError if it is not one."""
     match = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*[KMG]i?B\s*", text, re.IGNORECASE | re.ASCII)
     if not match or not float(match[1]):

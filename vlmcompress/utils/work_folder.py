@@ -63,6 +63,8 @@ class WorkFolder:
             if not distributed.is_main():
                 return
             with folders.user_errors(self.folder):
+                if self.folder.is_symlink():
+                    raise UserError(f"{self.folder} is a link, and unfinished work goes nowhere else; remove it")
                 if self._restart and self.folder.exists():
                     shutil.rmtree(self.folder)
                 self._restart, before = False, {} if self._is_empty() else self._settings()
@@ -100,7 +102,7 @@ class WorkFolder:
         Raises:
             UserError: the file cannot be written, or another run has taken the folder.
         """
-        self._refuse_others(self._fingerprint(), self._settings_file)
+        self._require_same_settings(self._fingerprint(), self._settings_file)
         with self._replaced(self.path(name)) as part:
             folders.save_tensors(part, tensors, {**(metadata or {}), RUN: self.run})
 
@@ -111,12 +113,12 @@ class WorkFolder:
 
         path = self.path(name)
         with foreign_errors(f"{path} is damaged", f"; {_ANEW}"), safe_open(path, "pt") as file:
-            self._refuse_others((file.metadata() or {}).get(RUN), path)
+            self._require_same_settings((file.metadata() or {}).get(RUN), path)
             yield file
 
     def write_note(self, name: str, data: Any) -> None:
         """Write small JSON data under a name; the file is on disk when this returns."""
-        self._refuse_others(self._fingerprint(), self._settings_file)
+        self._require_same_settings(self._fingerprint(), self._settings_file)
         with self._replaced(self.folder / f"{name}.json") as part:
             part.write_text(json.dumps({RUN: self.run, "data": data}))
 
@@ -129,9 +131,9 @@ class WorkFolder:
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
-        content = schema.read_checked(_Note, path, _ANEW)
-        self._refuse_others(content[RUN], path)
-        schema.check_value(kind, content["data"], str(path), _ANEW)
+        content = schema.read_typed(_Note, path, _ANEW)
+        self._require_same_settings(content[RUN], path)
+        schema.require_value(kind, content["data"], str(path), _ANEW)
         return content["data"]
 
     def remove(self, *, empty: bool = False) -> None:
@@ -145,7 +147,7 @@ class WorkFolder:
 
     def _settings(self) -> dict[str, Any]:
         """The settings in the folder; empty if there are none."""
-        return schema.read_checked(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
+        return schema.read_typed(dict[str, Any], self._settings_file, _ANEW) if self._settings_file.exists() else {}
 
     def _fingerprint(self) -> str:
         return identity.json_digest(self._settings())
@@ -159,7 +161,7 @@ class WorkFolder:
             folders.sync_file(part)
             part.rename(path)
 
-    def _refuse_others(self, run: str | None, path: Path) -> None:
+    def _require_same_settings(self, run: str | None, path: Path) -> None:
         if run != self.run:
             raise UserError(
                 f"{path} is of another run: two worked in {self.folder} at once, on a file system without locks; end all of "
@@ -221,9 +223,9 @@ def locked_output(
 def locked_folder(
     source: Path, out: Path, *, overwrite: bool, mark: str, restart: bool = False
 ) -> contextlib.AbstractContextManager[WorkFolder]:
-    """`locked_output` with `folders.check_out` as its check, for a run that writes the folder OUT."""
+    """`locked_output` with `folders.require_out` as its check, for a run that writes the folder OUT."""
     return locked_output(
-        out, functools.partial(folders.check_out, source, out, overwrite=overwrite, mark=mark), restart=restart
+        out, functools.partial(folders.require_out, source, out, overwrite=overwrite, mark=mark), restart=restart
     )
 
 

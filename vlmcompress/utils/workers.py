@@ -212,7 +212,7 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
         raise UserError("ray is not installed; pip install '.[ray]' in the checkout of vlmcompress") from error
     if ray.is_initialized():
         return ray, lambda: None
-    _check(address)
+    _require_address(address)
     dashboard = False if address == "local" else None
     offline = OFFLINE if hub.offline() else ()  # our command line sets them by default, which does not count
     variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
@@ -251,7 +251,7 @@ def _hush() -> Callable[[], None]:
     return louder
 
 
-def _check(address: str) -> None:
+def _require_address(address: str) -> None:
     """Raise `UserError` for an invalid address, or one where nothing listens, on which Ray would wait for long."""
     if address in ("auto", "local"):
         return

@@ -51,8 +51,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     expected: dict[str, str] = {}
     for name in SCHEMES:
         key = format_key(name)
-        if refusal := machine.refusal(key):
-            schemes[name] = {"format": key, "refused": refusal}
+        if problem := machine.format_problem(key):
+            schemes[name] = {"format": key, "refused": problem}
         elif not (place.tiny and key in expected.values()):  # on a CPU one scheme of a format is enough
             expected[name] = key
     folders = {name: checkpoint(place, shape, name) for name in expected}

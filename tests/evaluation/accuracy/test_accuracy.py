@@ -42,11 +42,11 @@ def test_stratified_is_proportional_and_deterministic() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 99])
-def test_stratified_gives_what_was_asked_for(limit: int) -> None:
+def test_stratified_samples_have_the_requested_size(limit: int) -> None:
     assert len(stratified(samples(a=33, b=33, c=34), limit, seed=0)) == limit
 
 
-def test_stratified_without_need() -> None:
+def test_a_sample_of_everything_is_everything() -> None:
     pool = samples(a=3)
     assert stratified(pool, None, 0) == stratified(pool, 5, 0) == pool
     with pytest.raises(UserError, match="--limit 0: must be at least 1"):

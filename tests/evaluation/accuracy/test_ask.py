@@ -64,7 +64,7 @@ def test_fingerprint_is_of_the_questions(folder: Path) -> None:
     assert ask(folder, Echo(question)).sha256 != first.sha256
 
 
-def test_only_what_is_missing_is_asked(folder: Path) -> None:
+def test_only_missing_answers_are_generated(folder: Path) -> None:
     class Dies(Exception):
         pass
 
@@ -119,7 +119,7 @@ def many(folder: Path) -> Path:
     return write_rows(folder / "many.jsonl", *rows)
 
 
-def test_refused_samples_count_as_wrong_and_are_asked_again(folder: Path, many: Path) -> None:
+def test_refused_samples_count_as_wrong_and_are_retried(folder: Path, many: Path) -> None:
     with open_journal(folder / "journal.jsonl") as journal:
         answers = ask(folder, Refusing("r3", "r9"), "many.jsonl", journal=journal)
         assert {s.id for s in answers.samples if not s.score} == {"r3", "r9"} and all(s.parsed for s in answers.samples)

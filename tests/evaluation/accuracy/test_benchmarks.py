@@ -200,7 +200,7 @@ def test_scores_of_known_answers(data: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if name != "docvqa"])
-def test_answers_without_an_answer_are_counted(data: Path, name: str) -> None:
+def test_empty_answers_are_counted(data: Path, name: str) -> None:
     open_texts = {"chartqa", "textvqa", "vqav2", "ocrbench"}  # there any text is an answer
     answers = ask(data, name, lambda _: " " if name in open_texts else "hm")
     closed = [sample for sample in answers.samples if "How far" not in sample.question]
@@ -272,7 +272,7 @@ def test_missing_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load_suite("pope", tmp_path, candidate=tmp_path, baseline=tmp_path)
 
 
-def test_all_benchmarks_say_how_they_score() -> None:
+def test_all_benchmarks_document_their_score() -> None:
     others = {"world", "photo", "grounding", "pages", "clips"}
     # the world's: ten families, two groups
     assert set(RIGHT) | others < set(task_names()) and len(task_names()) == len(RIGHT) + 16

@@ -51,7 +51,7 @@ def test_clips_show_their_answers() -> None:
         assert sum(now and not before for before, now in zip([False, *there], there, strict=False)) == int(answer)
 
 
-def test_clips_are_asked(tmp_path: Path) -> None:
+def test_engines_answer_about_clips(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     suite = load_suite("clips", candidate=model, baseline=model, limit=3)
     engine = Echo(lambda request: clips.question_answer(*split(request))[1])

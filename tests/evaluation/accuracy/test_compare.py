@@ -30,7 +30,7 @@ def answers(both: int, lost: int, gained: int, neither: int) -> tuple[list[float
     )
 
 
-def test_right_and_wrong() -> None:
+def test_changes_are_counted_in_both_directions() -> None:
     c = compare(*answers(880, 9, 3, 8), margin=0.02)
     assert (c.n, c.clusters, c.both, c.baseline_only, c.candidate_only, c.neither) == (
         900, 900, 880, 9, 3, 8)  # fmt: skip
@@ -55,7 +55,7 @@ def test_the_verdict_is_where_the_limits_are(lost, n) -> None:
 
 
 @pytest.mark.parametrize("right, passes", [(0, False), (1, False), (7, False), (30, True), (400, True)])
-def test_what_could_not_fail_does_not_pass(right, passes) -> None:
+def test_a_test_without_power_does_not_pass(right, passes) -> None:
     """No answer differs. A margin of a point: the baseline must be right in clearly more than a point of the questions, as a
     candidate that loses all of them has to fail; graded scores likewise."""
     n = 400
@@ -70,7 +70,7 @@ def test_what_could_not_fail_does_not_pass(right, passes) -> None:
         assert (everything.verdict == "fail") == comparison.sensitive
 
 
-def test_nothing_lost_passes_from_the_number_on_that_poisson_asks_for() -> None:
+def test_no_losses_pass_from_the_sample_size_of_the_poisson_bound() -> None:
     """No loss in n refutes a rate of 1% when n is about 3.7 / 1%: P(0 losses) = 2.5%. Shared images: as many of them."""
     least = noninferiority.min_images_to_pass(0.01, 0.95)
     assert least == math.ceil(math.log(0.025) / math.log(0.99))
@@ -115,7 +115,7 @@ def test_questions_about_one_picture_count_less() -> None:
     assert shared.detectable > alone.detectable
 
 
-def test_nothing_differs_in_shared_pictures_is_no_reason_to_trust_all_questions() -> None:
+def test_equal_answers_on_shared_pictures_do_not_count_as_independent_evidence() -> None:
     """Without any change nothing tells how dependent questions are: then images count, not questions."""
     comparison = compare(*answers(800, 0, 0, 0), [i // 4 for i in range(800)])
     assert comparison.design_effect == pytest.approx(4.0)
@@ -246,7 +246,7 @@ def test_few_tokens_give_a_lower_bound_that_rises(k) -> None:
             assert kl(top(p, k), top(q, k)) == pytest.approx(true, abs=1e-6)
 
 
-def test_nothing_in_common_is_finite() -> None:
+def test_answers_with_nothing_in_common_have_a_finite_divergence() -> None:
     """All of the baseline's probability is on a token that the candidate doesn't report: large, but a number."""
     value = kl({"a": -1e-12}, {"b": -1e-12})
     assert 0 <= value < 25

@@ -10,7 +10,7 @@ import pytest
 from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
-from vlmcompress.evaluation.accuracy.free_answers import RULES, check_score
+from vlmcompress.evaluation.accuracy.free_answers import RULES, named_score
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.text import accuracy_tables
 from vlmcompress.evaluation.results import Results
@@ -41,7 +41,7 @@ from vlmcompress.utils.errors import UserError
         ("!", "?", set()),
     ],
 )
-def test_rules(answer: str, expected: str, right: set[str]) -> None:
+def test_scores_by_each_rule(answer: str, expected: str, right: set[str]) -> None:
     assert {name for name in ("exact", "normalized", "contains") if RULES[name][0](answer, expected)} == right
 
 
@@ -185,7 +185,7 @@ def test_an_earlier_reports_answers_are_scored_anew(tmp_path: Path) -> None:
     assert (again.suites[0].overall.baseline, again.suites[0].overall.candidate) == (1, 1)
 
 
-def test_scores_of_a_users_own(tmp_path: Path) -> None:
+def test_a_score_from_a_users_file(tmp_path: Path) -> None:
     """A pattern, whose group is the answer and which may find none, and a function from a file."""
     pattern = compared(
         tmp_path, lambda text: f"Answer: {ANSWERS[text]}" if text != "red" else "none", score=r"regex:Answer: (.+)$"
@@ -213,9 +213,9 @@ def test_scores_of_a_users_own(tmp_path: Path) -> None:
         ("math:pi", "is no function"),
     ],
 )
-def test_wrong_scores_are_refused_before_anything_is_asked(name: str, message: str) -> None:
+def test_wrong_scores_are_refused_before_the_engine_starts(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_score(name)
+        named_score(name)
 
 
 def test_a_suite_keeps_its_own_score(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_accuracy_overall_and_by_family() -> None:
     assert named == [("world", None, 0.03), ("world", "chart", 0.05), ("world", "count", 0.05)]
 
 
-def test_too_few_samples_can_not_tell() -> None:
+def test_too_few_samples_are_undecided() -> None:
     gate = GateFile(suites={"*": SuiteRules(margin=0.01, minimum=300)})
     judgement = gates.judge(results(n=200), gate)
     assert judgement.verdict == "inconclusive"
@@ -117,7 +117,7 @@ def test_speed(metric, at_least, verdict) -> None:
     assert judged(gate, results(bench=bench(m=metric))) == {"speed: m, serve cold": verdict}
 
 
-def test_what_was_not_measured_is_not_passed() -> None:
+def test_unmeasured_rules_do_not_pass() -> None:
     gate = GateFile(suites={"chartqa": SuiteRules()}, speed=[SpeedRule(metric="ttft_p50_ms", at_least=1)], size=0.6)
     judgement = gates.judge(results(sizes=(100, 0)), gate)
     assert [rule.verdict for rule in judgement.rules] == ["inconclusive"] * 3

@@ -29,7 +29,7 @@ def request(text: str = "what?", image: str = "file:///tmp/x/1234.png", **option
     return Request("a", [{"role": "user", "content": content}], **options)
 
 
-def test_key_knows_what_decides_an_answer() -> None:
+def test_the_key_contains_what_decides_an_answer() -> None:
     base = key(IDENTITY, request(), EngineSettings())
     assert base == key(IDENTITY, replace(request(), id="b"), EngineSettings(max_num_seqs=7, start_timeout=1, seed=3))
     assert base == key(IDENTITY, request(image="file:///elsewhere/1234.png"), EngineSettings())

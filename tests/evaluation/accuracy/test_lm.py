@@ -78,7 +78,7 @@ def test_first_stop_string_cuts() -> None:
     assert cut(answer, ["; ", ". ", ""]).text == "one" and cut(answer, ["x"]) is answer
 
 
-def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+def test_unsupported_requests_are_refused(tmp_path: Path) -> None:
     lm, _ = make(tmp_path)
     with pytest.raises(UserError, match="gen_prefix"):
         lm.apply_chat_template([], add_generation_prompt=False)

@@ -30,7 +30,7 @@ def test_a_page_shows_its_text(family: str) -> None:
     assert not dark[:6].any() and not dark[-6:].any() and not dark[:, :6].any() and not dark[:, -6:].any()
 
 
-def test_what_is_asked_and_scored(tmp_path: Path) -> None:
+def test_pages_have_questions_and_scores(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     suite = load_suite("pages", candidate=model, baseline=model, limit=14)
     assert suite.available == sum(pages.FAMILIES.values()) and suite.metric == "edit_similarity"

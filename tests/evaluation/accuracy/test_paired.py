@@ -96,7 +96,7 @@ def test_limits(differences) -> None:
 
 
 @pytest.mark.parametrize("graded", [False, True])
-def test_losing_less_is_never_worse(graded) -> None:
+def test_fewer_losses_are_never_worse(graded) -> None:
     """60 random evaluations, also with images of 1 to 30 questions and few of them: one score raised after the other, from
     all lost to all won, both limits only rise. A loss and a win undone together raise the lower limit where it matters: a
     pass stays one."""

@@ -52,7 +52,7 @@ def test_bad_rows_and_images_are_named_together(folder: Path) -> None:
     assert len(load(folder, reading=Reading(skip_bad=0.7))) == 2
 
 
-def test_others_are_chosen_in_the_places_of_bad_images(folder: Path) -> None:
+def test_bad_images_are_replaced_by_other_samples(folder: Path) -> None:
     """As if the bad ones were not there; only what is chosen is decoded."""
     write_rows(folder / "d.jsonl", *(row(f"r{number}", "cut.png" if number % 2 else "a.png") for number in range(40)))
     chosen = load(folder, limit=12, reading=Reading(skip_bad=0.5))
@@ -95,7 +95,7 @@ def test_any_row_of_a_suites_data_is_read_or_refused(tmp_path_factory, rows) -> 
             list(local_data.images(document))
 
 
-def test_what_cannot_be_scored_is_not_offered(folder: Path) -> None:
+def test_scores_that_data_do_not_allow_are_not_offered(folder: Path) -> None:
     refused(
         lambda: load(folder, "nope.jsonl"), "nope.jsonl does not exist; give a .jsonl or .parquet file with answers"
     )

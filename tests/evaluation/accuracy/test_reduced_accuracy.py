@@ -65,14 +65,14 @@ def test_tokens_of_both_sides_are_compared(checkpoints, tmp_path):
     assert load_results(tmp_path / "report").suites == results.suites
 
 
-def test_an_engine_that_does_not_tell_visual_tokens(checkpoints):
+def test_an_engine_without_counts_of_visual_tokens(checkpoints):
     full, less, data = checkpoints
     (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(20, reported=False), Counting(80))).suites
     assert suite.visual_tokens is None
     assert words.tokens(suite) == ["Prompts: 70.0 tokens a request before, 25.0 after."]
 
 
-def test_equal_prompts_are_not_spoken_of(checkpoints):
+def test_equal_prompts_are_not_mentioned(checkpoints):
     full, less, data = checkpoints
     (suite,) = evaluate(less, full, [None], data, EvalOptions(Counting(80), Counting(80))).suites
     assert words.tokens(suite) == []

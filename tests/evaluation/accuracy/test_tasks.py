@@ -45,7 +45,7 @@ def test_the_world_is_the_default() -> None:
     assert "world" in task_names() and set(suite.tasks) < set(task_names())
 
 
-def test_a_choice_is_stratified_and_its_documents_are_found_again() -> None:
+def test_a_sample_is_stratified_and_repeatable() -> None:
     suite = load("world", limit=25)
     assert len(suite) == 25 and suite.available == 2500 and len(suite.tasks) == 10
     assert ids(suite) == ids(load("world", limit=25)) != ids(load("world", limit=25, seed=1))
@@ -55,7 +55,7 @@ def test_a_choice_is_stratified_and_its_documents_are_found_again() -> None:
         assert len(suite.pictures(place.id)) == {"two_images": 2, "text": 0}.get(place.family, 1)
 
 
-def test_one_family_and_another_copy() -> None:
+def test_one_family_of_another_copy_of_the_data() -> None:
     other = DEMO_LLAVA.parent / "data" / "qwen" / "test.parquet"
     suite = load("world_count", other)
     assert len(suite) == 250 and {place.family for place in suite.places} == {"count"} and suite.source == str(other)

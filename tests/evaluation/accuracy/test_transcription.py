@@ -29,7 +29,7 @@ def test_markup_of_text(answer: str) -> None:
     assert plain(answer) == "Wet paint" and score(answer, "Wet paint") == 1
 
 
-def test_signs_of_one_kind() -> None:
+def test_equivalent_signs_are_equal() -> None:
     assert plain("“H<sub>2</sub>O” &amp; ‘½’ – ３ < 4") == "\"H2O\" & '1⁄2' - 3 < 4"
 
 

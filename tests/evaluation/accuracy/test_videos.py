@@ -16,7 +16,7 @@ from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.utils.errors import UserError
 
 
-def test_an_engine_without_videos(tmp_path: Path) -> None:
+def test_an_engine_without_videos_refuses_them(tmp_path: Path) -> None:
     film(tmp_path / "a.mp4", 20)
     data = write_rows(tmp_path / "data.jsonl", {"id": "a", "video": "a.mp4", "question": "what?", "answer": "x"})
     model = checkpoint(tmp_path / "model")

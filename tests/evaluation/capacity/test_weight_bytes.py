@@ -59,7 +59,7 @@ def test_other_formats(scheme, checkpoint, samples, tmp_path):
     assert row.stored == json.loads((tmp_path / "out" / MANIFEST).read_text())["size"]["weights_after"]
 
 
-def test_a_config_alone_says_the_same(family, checkpoint, tmp_path):
+def test_a_config_alone_gives_the_same_bytes(family, checkpoint, tmp_path):
     """Of the tiny checkpoints, whose tensors are those of transformers."""
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -75,9 +75,9 @@ def test_every_scheme_has_a_row(checkpoint):
     assert len({row.label for row in rows}) == len(rows)
 
 
-def test_what_a_target_does_not_run_is_refused_by_name(checkpoint):
+def test_schemes_that_a_target_lacks_are_refused_by_name(checkpoint):
     rows = {row.name: row for row in weight_bytes.formats(read_served_model(checkpoint("llava")), "a100")}
-    assert rows["fp8"].refused == targets.get_target("a100").refusal("w8a8-fp")
+    assert rows["fp8"].refused == targets.get_target("a100").format_problem("w8a8-fp")
     assert rows["fp8"].stored is None and rows["gptq-plus"].stored and "awq" in rows["gptq-plus"].others
 
 

@@ -146,7 +146,7 @@ def test_nan_in_float8(source, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"])
-def test_numbers_are_seen_by_their_bits(dtype):
+def test_invalid_numbers_are_found_by_their_bits(dtype):
     """Oracle: torch's own comparisons, for all bits of two bytes and numbers that lie at the edges."""
     kind = getattr(torch, dtype)
     if kind.itemsize <= 2:
@@ -160,13 +160,13 @@ def test_numbers_are_seen_by_their_bits(dtype):
         values = torch.cat([edges, -edges])
     for value in values:
         finite, positive = bool(value.double().isfinite()), bool(value.double() > 0)
-        faults = set(doctor._faults(value.view(1)))
-        assert ("holds NaN or infinity" in faults) != finite and (
-            not finite or ("is not positive" in faults) != positive
+        problems = set(doctor._number_problems(value.view(1)))
+        assert ("holds NaN or infinity" in problems) != finite and (
+            not finite or ("is not positive" in problems) != positive
         )
 
 
-def test_weights_are_read_once_or_not_at_all(patient, monkeypatch):
+def test_weights_are_read_at_most_once(patient, monkeypatch):
     files, read_through = [], doctor._read_through
     monkeypatch.setattr(doctor, "_read_through", lambda file: files.append(file.name) or read_through(file))
     assert failures(patient) == {} and files == ["model.safetensors"]
@@ -251,7 +251,7 @@ def test_a_group_size_that_does_not_divide(patient):
     assert failed.keys() & {"layers", "tensors"}
 
 
-def test_another_format_than_the_numbers_say(patient):
+def test_a_format_that_contradicts_the_stored_numbers(patient):
     def relabel(config):
         config["quantization_config"]["config_groups"]["group_0"]["format"] = "int-quantized"
 

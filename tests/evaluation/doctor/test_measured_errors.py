@@ -49,7 +49,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("scheme", FORMATS, ids=str)
-def test_what_was_stored_is_read_back(scheme):
+def test_stored_errors_are_read_back(scheme):
     torch.manual_seed(0)
     weight = round_to_nearest(torch.randn(64, 96), scheme.weights, scale_dtype=torch.bfloat16)
     stored = compressed_tensors.FORMAT.tensors(weight, scheme)
@@ -67,7 +67,7 @@ SCHEMES: dict[str, tuple[dict, float]] = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_measured_is_recorded(stats, tmp_path, scheme):
+def test_measured_errors_are_recorded(stats, tmp_path, scheme):
     """What quantizing found for each layer and modality, from the files alone; with smoothing up to the scales' estimate and
     the rounding of divided norms (1e-6, next to INT8's 2e-5). up_proj's output is weighed otherwise: by what it was before."""
     options, near = SCHEMES[scheme]
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
-def test_refusals(stats, tmp_path, capfd, spoil):
+def test_bad_inputs_are_refused(stats, tmp_path, capfd, spoil):
     """One line, exit code 2."""
     shutil.copytree(stats, tmp_path / "stats")
     if spoil is not other_model:

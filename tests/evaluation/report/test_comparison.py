@@ -38,11 +38,11 @@ def test_an_evaluation_and_a_benchmark_of_one_candidate_become_one() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"name": "other"}, {"bench": None, "gate": None}, ONLY_SPEED])
-def test_what_differs_or_contradicts_stays_apart(changes: dict[str, Any]) -> None:
+def test_differing_or_contradictory_reports_are_not_merged(changes: dict[str, Any]) -> None:
     assert len(comparison.merge([make_results(gate=None), make_results(**changes)])) == 2
 
 
-def test_one_run_in_two_folders_gives_its_report(tmp_path: Path) -> None:
+def test_one_run_in_two_folders_gives_one_report(tmp_path: Path) -> None:
     folders = written(tmp_path, a=make_results(**ONLY_ACCURACY), b=make_results(**ONLY_SPEED))
     comparison.write_comparison(folders, tmp_path / "both")
     assert {path.name for path in (tmp_path / "both").iterdir()} == NAMES
@@ -113,7 +113,7 @@ def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
     comparison.write_comparison(folders[:1], folders[0])  # one run may be written again
 
 
-def test_verb(tmp_path: Path) -> None:
+def test_the_report_verb_merges_folders(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     options.options(parser)
     (folder,) = written(tmp_path, a=make_results())

@@ -60,7 +60,7 @@ def test_right_is_better_for_times_and_for_rates() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-5, 5)), min_size=1, max_size=8))
-def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
+def test_the_front_is_pareto_optimal(pairs: list[tuple[int, int]]) -> None:
     best = {(gain, d) for gain, d in pairs if not any(g >= gain and e >= d and (g, e) != (gain, d) for g, e in pairs)}
     assert plots.undominated(pairs) == best
 

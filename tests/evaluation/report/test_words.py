@@ -37,7 +37,7 @@ def test_typeset_touches_numbers_only() -> None:
         (ratio(math.inf, 1.0, math.inf), "not comparable", ""),
     ],
 )
-def test_pace(change: Ratio, pace: str, spread: str) -> None:
+def test_speed_in_words(change: Ratio, pace: str, spread: str) -> None:
     assert (words.pace(change), words.spread(change)) == (pace, spread)
 
 
@@ -71,7 +71,7 @@ def test_pace(change: Ratio, pace: str, spread: str) -> None:
         ),
     ],
 )
-def test_verdict_says_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
+def test_the_verdict_states_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
     """A loss that was seen is never called none: what the interval rules out is said, and answers lost and won."""
     assert words.verdict_text(comparison("awq", **changes)) == sentence
 

@@ -20,7 +20,7 @@ CACHE = Choice("fp8 cache", {"kv_cache": "fp8"})
 FACTORS = [Factor("scheme", (INT8, FP8)), Factor("reduce", (HALF, LEARNED)), Factor("cache", (CACHE,))]
 
 
-def test_a_candidate_says_what_it_does() -> None:
+def test_a_candidate_describes_its_changes() -> None:
     both = Candidate((INT8, LEARNED))
     assert both.name == "int8 + learned 1/4"
     assert both.keys == {"scheme": "int8", "reduce": "learned:0.25"}
@@ -46,7 +46,7 @@ def test_each_change_alone_and_every_combination() -> None:
     assert len({candidate.folder for candidate in [*alone, *joint, Candidate()]}) == 18
 
 
-def test_a_folder_hangs_on_what_is_done_alone() -> None:
+def test_a_candidates_folder_depends_on_its_changes_alone() -> None:
     """Not on the name, not on the order of keys; but on the content of a reducer's file."""
     keys = {"reduce": "learned:0.25", "seed": 1}
     first, again = (

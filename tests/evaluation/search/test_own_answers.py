@@ -53,7 +53,7 @@ def test_too_few_images(images, tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["model", "images", "prompts"])
-def test_questions_of_something_else_are_not_asked_again(images, tmp_path, changed):
+def test_answers_of_other_questions_are_not_reused(images, tmp_path, changed):
     """Edited files under the same paths: the questions there, and the original's answers to them, are of others."""
     model, questions = tmp_path / "model", tmp_path / "out" / "questions"
     shutil.copytree(DEMO_LLAVA, model)

@@ -86,7 +86,7 @@ def test_a_candidate_that_lost_nothing_is_not_believed_perfect() -> None:
 
 
 @pytest.mark.parametrize("names", ["", "a", "ab"])
-def test_fewer_than_three_candidates_say_nothing_of_slopes(names) -> None:
+def test_fewer_than_three_candidates_give_no_slope(names) -> None:
     candidates = {name: FOUND[name] for name in names}
     for name, believed in posteriors(candidates, MARGIN).items():
         assert believed.mean == pytest.approx(np.mean(candidates[name].differences))
@@ -143,7 +143,7 @@ def test_assurance_is_how_often_a_test_confirms(questions, mean, deviation) -> N
     assert assurance(Posterior(mean, deviation**2), 0.01, questions, variance) == pytest.approx(output, abs=0.004)
 
 
-def test_assurance_foretells_real_verdicts() -> None:
+def test_assurance_predicts_verdicts() -> None:
     """The chance of an `eval` of 2,000 questions, one way of changing, against 300 of them."""
     rng, loss = np.random.default_rng(1), 0.012
     verdicts = []
@@ -159,7 +159,7 @@ def test_assurance_foretells_real_verdicts() -> None:
 
 
 @pytest.mark.parametrize("images, each, margin", [(12, 9, 0.2), (18, 2, 0.1), (300, 1, 0.01)])
-def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin) -> None:
+def test_a_candidate_that_changes_no_answer_is_most_likely_confirmed(images, each, margin) -> None:
     """A search threw lossless candidates out (chance 25%) for one that lost 5 and won 3 (83%), as questions shared images. Here
     with no confirmation, with the fewest images that can confirm, and with more; up to eight answers lost, some of them won."""
     place = np.random.default_rng(0).permutation(images * each)
@@ -177,13 +177,13 @@ def test_who_changes_no_answer_is_likeliest_to_be_confirmed(images, each, margin
             assert all(chance(lost, won) < chance(0, 0) for won in range(lost))
 
 
-def test_worth_is_what_to_expect() -> None:
+def test_expected_gain_is_the_mean_over_outcomes() -> None:
     assert expected_gain(3.0, 0.25) == 0.25 * 3.0 + 0.75 * 1.0
     assert expected_gain(2.0, 0.0) == 1 and expected_gain(2.0, 1.0) == 2 and expected_gain(0.5, 1.0) == 0.5
 
 
 @pytest.mark.parametrize("shared", [1, 3])
-def test_who_keeps_the_floor_is_rarely_refuted(shared) -> None:
+def test_a_candidate_above_the_floor_is_rarely_refuted(shared) -> None:
     """A true loss right at the margin, looked at four times: 2.5% at most over all looks, within Monte Carlo error."""
     rng, looks, runs, out = np.random.default_rng(2), (48, 100, 300, 900), 1000, 0
     images = np.repeat(np.arange(300 * 3 // shared), shared)
@@ -194,6 +194,6 @@ def test_who_keeps_the_floor_is_rarely_refuted(shared) -> None:
     assert out / runs <= 0.025 + 2.6 * math.sqrt(0.025 * 0.975 / runs)
 
 
-def test_who_breaks_the_floor_by_far_is_refuted_early() -> None:
+def test_a_candidate_far_below_the_floor_is_refuted_early() -> None:
     assert refuted(evidence(16, 0, 48, None), MARGIN, 4)
     assert not refuted(evidence(2, 0, 48, None), MARGIN, 4)

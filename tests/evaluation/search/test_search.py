@@ -131,7 +131,7 @@ def test_every_loser_has_a_reason(finished):
 
 
 @pytest.mark.slow
-def test_another_floor_takes_up_what_is_known(finished, call, capsys):
+def test_another_floor_reuses_known_answers(finished, call, capsys):
     """No trial is done anew for a floor that nothing meets, and the nearest is named."""
     _, _, folder = finished
     before = (folder / "search.jsonl").read_text().count('"key": "trial')
@@ -157,7 +157,7 @@ def test_another_floor_takes_up_what_is_known(finished, call, capsys):
         (["--images", "eval"], "leave out --data, --suite, --confirm and --calib"),
     ],
 )
-def test_what_is_refused(call, tmp_path, capsys, changed, line):
+def test_bad_searches_are_refused(call, tmp_path, capsys, changed, line):
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")
     flag = changed[0]
@@ -199,7 +199,7 @@ def test_a_folder_of_something_else_is_left_alone(call, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_another_search_is_not_gone_on_with(finished, call, capsys):
+def test_the_log_of_another_search_is_refused(finished, call, capsys):
     arguments = [*call[0], "--seed", "7"]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and "has a search with another seed" in err, err
@@ -217,7 +217,7 @@ def another_answer(file: Path) -> bytes:
 @pytest.mark.parametrize(
     "changed", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "calibration"))]
 )
-def test_no_answer_of_edited_files_is_taken_up(finished, call, changed):
+def test_answers_of_edited_files_are_not_reused(finished, call, changed):
     """Under the same path: an edited table of questions or calibration samples, and retrained weights of the same shapes."""
     folder = call[1].parent
     table = folder / "data" / "llava" / f"{'validation' if changed == 'data' else changed}.parquet"
@@ -228,7 +228,7 @@ def test_no_answer_of_edited_files_is_taken_up(finished, call, changed):
 
 
 @pytest.mark.slow
-def test_the_same_data_elsewhere_are_the_same(finished, call, tmp_path, capsys):
+def test_moved_data_are_the_same_data(finished, call, tmp_path, capsys):
     """No trial is done anew for questions that were moved."""
     before = (call[1] / "search.jsonl").read_text().count('"key": "trial')
     moved, arguments = tmp_path / "moved.parquet", list(call[0])
@@ -260,13 +260,13 @@ def test_an_engine_that_dies_costs_one_candidate(call, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_gone(finished, call, capsys):
+def test_an_exhausted_budget_ends_the_search(finished, call, capsys):
     code, _, err = run(capsys, *call[0], "--max-time", "1s")
     assert code == 2 and "--max-time is spent: asking the original took" in err, err
 
 
 @pytest.mark.slow
-def test_two_nodes_find_what_one_process_finds(finished, call, tmp_path, capfd):
+def test_two_nodes_find_the_same_as_one_process(finished, call, tmp_path, capfd):
     """The same candidates, questions and answers from the workers of two nodes, which share nothing but the model."""
     arguments = list(call[0])
     arguments[arguments.index("-o") + 1] = str(tmp_path / "out")

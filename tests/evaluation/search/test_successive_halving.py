@@ -101,7 +101,7 @@ def test_without_divergences_the_best_still_wins() -> None:
     assert winner and winner.candidate.name == BEST
 
 
-def test_what_was_asked_is_counted() -> None:
+def test_questions_are_counted() -> None:
     """Oracle: the log of questions; those of an earlier rung are not asked again."""
     world = World(SCHEMES | REDUCERS, breaks={"int8 + half": 300})
     halving, _ = run(world)
@@ -117,13 +117,13 @@ def test_what_was_asked_is_counted() -> None:
 
 
 @pytest.mark.parametrize("questions, rungs", [(900, [100, 300, 900]), (300, [96, 100, 300]), (60, [60]), (96, [96])])
-def test_rungs_grow_threefold_and_never_ask_too_little(questions, rungs) -> None:
+def test_rungs_grow_threefold_from_a_minimum(questions, rungs) -> None:
     rules = Rules(0.01, questions)
     assert rules.rungs == rungs and rules.rungs[-1] == questions
     assert rules.looks == 1 + len(rungs) and ETA == 3
 
 
-def test_no_candidate_is_asked_more_than_the_original() -> None:
+def test_no_candidate_gets_more_questions_than_the_original() -> None:
     """The fewest questions that a search takes are fewer than single changes are asked elsewhere."""
     world = World(SCHEMES | REDUCERS)
     _, winner = run(world, rules=Rules(0.3, 30))
@@ -131,7 +131,7 @@ def test_no_candidate_is_asked_more_than_the_original() -> None:
 
 
 @pytest.mark.parametrize("breaks", [{"half": 1}, {BEST: 1}, {BEST: 900}, {"awq": 100}])
-def test_a_failure_is_noted_and_the_race_goes_on(breaks) -> None:
+def test_a_failed_candidate_does_not_stop_the_search(breaks) -> None:
     world = World(SCHEMES | REDUCERS, breaks=breaks)
     halving, winner = run(world)
     (name,) = breaks
@@ -145,7 +145,7 @@ def test_all_fail() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 2, 6, 8, 14, 20])
-def test_time_runs_out_anywhere(most) -> None:
+def test_a_search_may_run_out_of_time_in_any_rung(most) -> None:
     """Who was not tried cannot win; the others can, by what is known of them."""
     world = World(SCHEMES | REDUCERS, most=most, measuring=False)
     halving, winner = run(world)
@@ -160,14 +160,14 @@ def test_time_runs_out_anywhere(most) -> None:
         assert untried >= {"w2", "half", "quarter", "ninth"}
 
 
-def test_nothing_gains() -> None:
+def test_no_candidate_gains() -> None:
     slow = {name: (loss, 1.0) for name, (loss, _) in SCHEMES.items()}
     halving, winner = run(World(slow), slow)
     assert winner is None
     assert {halving.states[name].out for name in ("int8", "awq")} == {"gains nothing"}
 
 
-def test_a_gain_that_measuring_does_not_find() -> None:
+def test_a_gain_that_the_measurement_refutes() -> None:
     """A finalist's measured gain counts, not what was predicted."""
 
     class Disappointing(World):
@@ -178,7 +178,7 @@ def test_a_gain_that_measuring_does_not_find() -> None:
     assert winner is None and halving.states[BEST].gain == 0.9 and halving.states[BEST].out == "gains nothing"
 
 
-def test_the_course_does_not_hang_on_the_order_of_answers() -> None:
+def test_the_result_does_not_depend_on_the_order_of_answers() -> None:
     class Backwards(World):
         def ask(self, candidates, questions):
             return dict(reversed(super().ask(candidates, questions).items()))
@@ -194,7 +194,7 @@ def test_the_course_does_not_hang_on_the_order_of_answers() -> None:
     }
 
 
-def test_a_gain_known_beforehand_is_used() -> None:
+def test_a_known_gain_is_used() -> None:
     """Trials of this world say that nothing gains; what is known beforehand says otherwise, of combinations, too."""
     halving, winner = run(World(SCHEMES | REDUCERS, foreknown=True, measuring=False))
     assert winner and winner.candidate.name == BEST and winner.gain == pytest.approx(2.4)
@@ -222,7 +222,7 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     assert halving._winner([not_so]) is not_so
 
 
-def test_one_place_in_four_is_a_safe_one() -> None:
+def test_one_survivor_in_four_is_a_safe_choice() -> None:
     """Long shots are worth most by their gain; the places 4 and 8 go to those that are sure to hold."""
     long = [CandidateState(Candidate((Choice(f"long {i}", {}),)), 10.0 + i, chance=0.4, least=0.0) for i in range(10)]
     sure = [

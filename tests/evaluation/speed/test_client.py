@@ -27,34 +27,34 @@ class Clockwork(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        fault = body["messages"][0]["content"]
+        problem = body["messages"][0]["content"]
         with self.lock:
             Clockwork.running += 1
             Clockwork.most = max(Clockwork.most, Clockwork.running)
         try:
-            if fault == "refuse":
+            if problem == "refuse":
                 self.send_error(400, "no such thing")
                 return
             self.send_response(200)
             self.end_headers()
-            self.stream(fault)
+            self.stream(problem)
         finally:
             with self.lock:
                 Clockwork.running -= 1
 
-    def stream(self, fault: str) -> None:
+    def stream(self, problem: str) -> None:
         self.chunk(choices=[{"delta": {"role": "assistant"}}], usage=self.usage(0))
-        if fault == "vanish":
+        if problem == "vanish":
             self.connection.close()
             return
-        if fault == "error":
+        if problem == "error":
             self.chunk(error={"message": "engine died"})
             return
-        for wait, tokens in () if fault == "nothing" else ((FIRST, 1), (GAP, 3), (GAP, 4)):
+        for wait, tokens in () if problem == "nothing" else ((FIRST, 1), (GAP, 3), (GAP, 4)):
             time.sleep(wait)
             self.chunk(choices=[{"delta": {"content": "a"}}], usage=self.usage(tokens))
         details = {"cached_tokens": 16, "multimodal_tokens": {"image": 81}}
-        self.chunk(choices=[], usage=self.usage(0 if fault == "nothing" else 4) | {"prompt_tokens_details": details})
+        self.chunk(choices=[], usage=self.usage(0 if problem == "nothing" else 4) | {"prompt_tokens_details": details})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def usage(self, tokens: int) -> dict:
@@ -91,7 +91,7 @@ def in_the_end(check: Callable[[], None]) -> None:
     check()
 
 
-def test_encoded_request() -> None:
+def test_a_request_is_encoded() -> None:
     request = json.loads(body("hi"))
     assert (request["max_completion_tokens"], request["temperature"], request["ignore_eos"]) == (4, 0, True)
     assert request["stream"] and request["stream_options"]["include_usage"]
@@ -143,7 +143,7 @@ def test_open_load_counts_from_the_moment_a_request_is_due(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("problem", "message"),
     [
         ("refuse", "HTTP 400"),
         ("vanish", "no tokens|Error"),
@@ -151,8 +151,8 @@ def test_open_load_counts_from_the_moment_a_request_is_due(url: str) -> None:
         ("nothing", "the stream had no tokens"),
     ],
 )
-def test_a_failure_is_an_outcome(url: str, fault: str, message: str) -> None:
-    bad, good = send(url, [body(fault), body()], parse_load("closed:1"))[0]
+def test_a_failure_is_an_outcome(url: str, problem: str, message: str) -> None:
+    bad, good = send(url, [body(problem), body()], parse_load("closed:1"))[0]
     assert good.error == ""
     assert re.search(message, bad.error)
 

@@ -119,7 +119,7 @@ def test_memory() -> None:
     assert memory(1, 2048, 128.5, {"block_size": "128", "kv_cache_size_tokens": "524288"}).max_concurrency == 2048
 
 
-def test_exposition_format() -> None:
+def test_metrics_are_read_from_the_exposition_format() -> None:
     text = '# HELP a b\n# TYPE a counter\na_total{engine="0",path="C:\\\\x \\"y\\""} 3.0\nplain 1e+09\n\n'
     assert parse_metrics(text) == [
         ("a_total", {"engine": "0", "path": 'C:\\\\x \\"y\\"'}, "3.0"),

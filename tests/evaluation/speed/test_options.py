@@ -33,12 +33,12 @@ SIZES = {"baseline": 9_000_000, "candidate": 4_100_000}
         ({"speculative": {"candidate": "ngram"}}, "--speculative-config ngram is no JSON object"),
     ],
 )
-def test_refused(changes: dict, message: str) -> None:
+def test_bad_options_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(**{"candidate": MODEL, "baseline": MODEL} | changes)
 
 
-def test_no_images_in_a_folder(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no image"):
         run(MODEL, MODEL, data=tmp_path)
 
@@ -98,7 +98,7 @@ def make_bench() -> Bench:
     )
 
 
-def test_what_was_drafted_is_shown_by_side() -> None:
+def test_drafted_tokens_are_shown_for_each_side() -> None:
     """Twelve tokens drafted in four steps, six accepted: half of them, and 1 + 6 / 4 tokens a step.
 
     Of 80 tokens after the first ones 6 were drafted, so 74 steps took 80 * 37 ms, where the baseline's took 20 ms each;

@@ -39,7 +39,7 @@ def make_plan(**changes) -> serving.BenchPlan:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch) -> None:
+def test_warm_caches_show_in_the_figures(quick_engines, monkeypatch) -> None:
     """Unique images are no hits even with caches on, repeated ones are; the check of cold runs tells the two apart; and the
     server's counts of tokens are right."""
     # No process for the worker, which would import vLLM again.
@@ -68,11 +68,11 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert sum(counted.accepted_at) == counted.accepted and len(counted.accepted_at) == 2
         assert 0 < counted.decode_seconds < sum(outcome.e2e for outcome in again)
         with pytest.raises(UserError, match="a cold run of demo-llava took .* and 6 images from a cache"):
-            serving.check(plan, "cold", running, again, 0, 6)
+            serving.require_state(plan, "cold", running, again, 0, 6)
         with pytest.raises(UserError, match="a warm run of demo-llava found no image"):
-            serving.check(plan, "warm", running, again, 0, 0)
+            serving.require_state(plan, "warm", running, again, 0, 0)
         with pytest.raises(UserError, match="stopped after 5 of 9 tokens"):
-            serving.check(make_plan(out_tokens=9), "warm", running, again, 0, 0)
+            serving.require_state(make_plan(out_tokens=9), "warm", running, again, 0, 0)
 
         (with_image,) = plan.prompts.burst(9, 1)
         text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
@@ -81,7 +81,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         assert twin.visual_tokens == 0
         assert TOKENS <= counted.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
         with pytest.raises(UserError, match="counts no visual tokens"):
-            serving.check(plan, "warm", running, [twin], 0, 0)
+            serving.require_state(plan, "warm", running, [twin], 0, 0)
 
         cache = counters.cache_config(running)
         assert cache["enable_prefix_caching"] == "True"
@@ -97,7 +97,7 @@ def test_a_server_with_caches_shows_what_is_new_to_it(quick_engines, monkeypatch
         counters.counters(running)
     outcomes, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
     with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
-        serving.check(plan, "cold", running, outcomes, 0, 0)
+        serving.require_state(plan, "cold", running, outcomes, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_whole_benchmark(results: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_offline_prompts_must_be_the_servers(results: Results) -> None:
+def test_offline_and_served_prompts_must_be_equal(results: Results) -> None:
     assert results.bench is not None
     others = [record.model_copy(update={"text_tokens": 1}) for record in results.bench.runs if record.mode == "serve"]
     plan = make_plan(prompts=open_prompts(None, [(96, 64)], MODEL, MODEL, 0))
@@ -160,7 +160,7 @@ def test_offline_prompts_must_be_the_servers(results: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_that_cannot_start_says_why() -> None:
+def test_a_server_that_cannot_start_shows_its_error() -> None:
     with pytest.raises(UserError, match="server could not start .*no-such-flag"):
         run(MODEL, MODEL, requests=1, repeats=1, flags=["--no-such-flag"])
 

@@ -230,7 +230,7 @@ def test_one_scheme_or_several():
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
-def test_names_mean_the_same_layers_to_every_reader(family, tmp_path):
+def test_every_reader_resolves_names_to_the_same_layers(family, tmp_path):
     """In every family, one decoder layer skipped besides the tower, projector and head."""
     folder = build(family, tmp_path)
     model, spec = models.build_meta_model(folder), models.spec_for(models.read_config(folder))

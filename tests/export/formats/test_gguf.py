@@ -54,7 +54,7 @@ def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
     assert ((weights - original).abs() <= allowed).all()
 
 
-def test_codes_and_scales_of_q4_0_are_ours_bit_for_bit():
+def test_codes_and_scales_of_q4_0_are_unchanged():
     qt = quantized(Format("int", 4, 64))
     blocks = exporter.FORMAT.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
@@ -162,7 +162,7 @@ def test_equal_inputs_give_equal_files(written, tmp_path):
         assert again == (out / name).read_bytes()
 
 
-def test_the_format_has_the_group_size_unless_the_recipe_says(written):
+def test_the_format_gives_the_group_size_unless_the_recipe_does(written):
     _, out = written
     record = json.loads((out / "vlmcompress.json").read_text())
     assert record["recipe"]["options"]["group_size"] == 32
@@ -188,7 +188,7 @@ def _tensor(source, name):
     return load_file(source / "model.safetensors")[name]
 
 
-def test_what_was_quantized_before_is_written_with_the_same_codes(written, tmp_path):
+def test_a_quantized_checkpoint_keeps_its_codes(written, tmp_path):
     """Scales of a checkpoint in bfloat16 are float16 numbers, too, where they are not tiny."""
     source, _ = written
     flags = ["--scheme", "rtn", "--set", "options.group_size=64", "-o", str(tmp_path / "packed")]
@@ -207,7 +207,7 @@ def test_what_was_quantized_before_is_written_with_the_same_codes(written, tmp_p
     assert json.loads((tmp_path / "out" / "vlmcompress.json").read_text())["recipe"]["mmproj"] == "f16"
 
 
-def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused_before_anything_runs(written, tmp_path, capsys):
+def test_a_tokenizer_unknown_to_llama_cpp_is_refused_before_a_run(written, tmp_path, capsys):
     source = build("qwen2_vl", tmp_path / "source")
     path = source / "tokenizer.json"
     content = json.loads(path.read_text())

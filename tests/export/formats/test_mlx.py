@@ -89,13 +89,13 @@ def test_biases_without_zero_points_are_exact(dtype):
         (Scheme(NVFP4, ActFormat("float", 4, dynamic=True)), "no settings of activations; use a weight-only scheme"),
     ],
 )
-def test_what_mlx_lacks(scheme, message):
+def test_schemes_that_mlx_lacks_are_refused(scheme, message):
     with pytest.raises(UserError, match=message):
         mlx.FORMAT.storage(scheme)
 
 
 @pytest.mark.parametrize(("bits", "group", "mode"), [(4, 48, "affine"), (7, 64, "affine"), (4, 64, "mxfp4")])
-def test_what_a_folder_cannot_have(bits, group, mode):
+def test_checkpoints_that_an_mlx_folder_cannot_hold_are_refused(bits, group, mode):
     block = {"bits": bits, "group_size": group, "mode": mode}
     with pytest.raises(UserError, match=f"this is '{mode}' with {bits} bits, group_size {group}"):
         mlx.FORMAT.scheme_in(block, ("a", "b", "c"), {"scales": Spec("BF16", (8, 8))}, (8, 512))

@@ -56,7 +56,7 @@ def joined(tmp_path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
 
-def test_a_format_is_one_file(joined, tmp_path):
+def test_a_third_partys_format_is_one_file(joined, tmp_path):
     out = tmp_path / "out"
     command = [forks.python(*forks.OURS), "-m", "vlmcompress", "quantize", str(DEMO_LLAVA), "-o", str(out), "--json"]
     command += ["--scheme", "rtn", "--set", "format=plain"]

@@ -94,7 +94,7 @@ def test_the_same_weights_give_the_same_answers_in_every_format(name, answers):
     assert other["answers"] == plain["answers"]
 
 
-def test_vllm_takes_the_layers_for_quantized_that_are(converted):
+def test_vllm_quantizes_exactly_the_quantized_layers(converted):
     """Oracle: vLLM's own config classes, asked by the names that it gives to layers."""
     for name, (_, folder) in converted.items():
         config = models.read_config(folder)

@@ -30,7 +30,7 @@ def source(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_missing_and_weights_are_ours(source, tmp_path, case):
+def test_transformers_loads_every_weight_unchanged(source, tmp_path, case):
     """Oracle: transformers' loader. No missing, unexpected or mismatched key; weights equal `QTensor.dequantize`."""
     scheme, vision, kv_cache = CASES[case]
     quantized = rtn.write(
@@ -52,7 +52,7 @@ def test_nothing_is_missing_and_weights_are_ours(source, tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_runs(source, tmp_path, case):
+def test_transformers_runs_every_format(source, tmp_path, case):
     """Scales of another type than the model's would stop attention and static activations."""
     scheme, vision, kv_cache = CASES[case]
     rtn.write(source, tmp_path / "out", rtn.SCHEMES[scheme], rtn.SCHEMES.get(vision), kv_cache=kv_cache)

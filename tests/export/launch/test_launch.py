@@ -37,7 +37,7 @@ def test_every_entry_keeps_the_contract(name: str) -> None:
     launcher = REGISTRY.get(name)
     assert launcher.TITLE and launcher.CHECKED and "\n" not in launcher.TITLE + launcher.CHECKED
     for case, checkpoint in KNOWN.items():
-        reason = launch.refusal(name, checkpoint)
+        reason = launch.launch_problem(name, checkpoint)
         if reason is not None:
             assert reason and reason[0].islower() and "\n" not in reason and not reason.endswith("."), case
             continue
@@ -56,14 +56,16 @@ def test_files_of_all(case: str) -> None:
     """No two entries write the same file, the page names each of them and the reasons for the rest, and all is small."""
     checkpoint = KNOWN[case]
     texts = launch.render_launch_files(checkpoint)
-    loads = [name for name in REGISTRY if launch.refusal(name, checkpoint) is None]
+    loads = [name for name in REGISTRY if launch.launch_problem(name, checkpoint) is None]
     parts = [place for name in loads for place in REGISTRY.get(name).files(checkpoint)]
     assert len(parts) == len(set(parts))
     assert set(texts) - set(parts) == {"README.md"} | ({"grafana.json"} if "vllm" in loads else set())
     page = texts["README.md"]
     assert all(f"`{place}`" in page for place in parts)
     for name in REGISTRY:
-        assert (f"- {REGISTRY.get(name).TITLE}: {launch.refusal(name, checkpoint)}." in page) is (name not in loads)
+        assert (f"- {REGISTRY.get(name).TITLE}: {launch.launch_problem(name, checkpoint)}." in page) is (
+            name not in loads
+        )
     named = {f"serve/{place}" for place in texts}
     assert set(re.findall(r"serve/[\w.-]+\.(?:sh|py|yaml|json)", page)) <= named
     assert ("Flags are for" in page) is (checkpoint.machine is not None and "vllm" in loads)
@@ -73,19 +75,19 @@ def test_files_of_all(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_who_has_files(name: str) -> None:
+def test_engines_that_have_launch_files(name: str) -> None:
     """What its engine loads (`tests/export/readers`), less what its files are not for."""
     launcher = REGISTRY.get(name)
-    assert {form for form in FORMATS if launch.refusal(name, facts(form)) is None} == {
-        form for form in FORMATS if readers.load_verdict(launcher.ENGINE, facts(form)).reason is None
+    assert {form for form in FORMATS if launch.launch_problem(name, facts(form)) is None} == {
+        form for form in FORMATS if readers.engine_support(launcher.ENGINE, facts(form)).reason is None
     }
     ours = {"vllm", "compose", "kubernetes", "triton", "vllm-split"}
-    assert (launch.refusal(name, facts(reducer="blind")) is None) is (name in ours)
-    assert (launch.refusal(name, facts(reducer="asking")) is None) is (name in ours - {"vllm-split"})
-    assert launch.refusal(name, facts(reducer="unserved")) is not None
-    elsewhere = launch.refusal(name, facts(architecture="NobodysForConditionalGeneration"))
+    assert (launch.launch_problem(name, facts(reducer="blind")) is None) is (name in ours)
+    assert (launch.launch_problem(name, facts(reducer="asking")) is None) is (name in ours - {"vllm-split"})
+    assert launch.launch_problem(name, facts(reducer="unserved")) is not None
+    elsewhere = launch.launch_problem(name, facts(architecture="NobodysForConditionalGeneration"))
     assert (elsewhere is None) is (name in ours)
-    assert (launch.refusal(name, facts(machine="cpu")) is None) is (name in {"vllm", "vllm-split"})
+    assert (launch.launch_problem(name, facts(machine="cpu")) is None) is (name in {"vllm", "vllm-split"})
 
 
 SCRIPTS = {
@@ -109,7 +111,8 @@ def test_a_script_starts_its_engine(name: str, tmp_path: Path) -> None:
     assert flags[flags.index(port) + 1] == "9"
     assert {"--trust-remote-code", "--trust_remote_code"} & set(flags)
     assert any(flag.startswith(("--tensor-parallel", "--tp")) for flag in flags)
-    called_program, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0")
+    called_program, flags, _ = called(serving / name, MODEL="elsewhere", HOST="0.0.0.0", MEDIA_DOMAINS="a.org b.org")
+    assert ("--allowed-media-domains a.org b.org" in " ".join(flags)) is (program == "vllm")
     assert flags[len(start)] == "elsewhere" and "0.0.0.0" in flags
 
 
@@ -185,7 +188,7 @@ def test_a_reducer_keeps_the_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill-decode", "prefill", "decode"])
-def test_roles(role: str, tmp_path: Path) -> None:
+def test_roles_of_separated_stages(role: str, tmp_path: Path) -> None:
     """Who produces and consumes encoder outputs, and keys and values; both sides name the same folder."""
     store = tmp_path / "store of 1"
     script = written(tmp_path, facts("fp8", machine="h100")) / "vllm-split.sh"
@@ -197,8 +200,9 @@ def test_roles(role: str, tmp_path: Path) -> None:
     assert not encoder or encoder["ec_connector_extra_config"] == {"shared_storage_path": str(store)}
     assert keys.get("kv_role") == {"prefill": "kv_producer", "decode": "kv_consumer"}.get(role)
     assert ("--mm-encoder-only" in values) is ("--kv-cache-dtype" not in values) is (role == "encode")
-    done = subprocess.run(["sh", script, "nonsense"], env={"STORE": str(store)}, capture_output=True, text=True)
-    assert done.returncode == 2 and "no role nonsense" in done.stderr
+    for word, stores, line in (("nonsense", {"STORE": str(store)}, "no role nonsense"), ("encode", {}, "mktemp -d")):
+        done = subprocess.run(["sh", script, word], env=stores, capture_output=True, text=True)
+        assert done.returncode == 2 and line in done.stderr
 
 
 def test_containers(tmp_path: Path) -> None:
@@ -292,7 +296,7 @@ def parsed_pbtxt(text: str) -> Any:
     return text_format.Parse(text, kind())
 
 
-def test_tensorrt_llm_hands_its_options_over(tmp_path: Path) -> None:
+def test_tensorrt_llm_passes_its_options_on(tmp_path: Path) -> None:
     serving = written(tmp_path, facts("fp8"))
     _, flags, _ = called(serving / "tensorrt-llm.sh")
     options = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text())

@@ -38,20 +38,22 @@ def loads(folder: Path) -> bool:
     ("scheme", "form", "expected"),
     [("w4-asymmetric", "compressed-tensors", True), ("fp8", "modelopt", False), ("nvfp4", "modelopt", False)],
 )
-def test_plain_transformers(scheme: str, form: str, expected: bool, source: Path, tmp_path: Path) -> None:
+def test_plain_transformers_reads_what_the_table_says(
+    scheme: str, form: str, expected: bool, source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "first"
     rtn.write(source, out, rtn.SCHEMES[scheme])
     if form != "compressed-tensors":
         convert(out, tmp_path / "out", form)
         out = tmp_path / "out"
-    verdict = readers.load_verdict("transformers", launch_facts(models.read_config(out), {}, "out"))
+    verdict = readers.engine_support("transformers", launch_facts(models.read_config(out), {}, "out"))
     assert loads(out) is (verdict.reason is None) is expected
 
 
-def test_a_quantized_embedding_needs_our_loader(source: Path, tmp_path: Path) -> None:
+def test_a_quantized_embedding_needs_the_packages_loader(source: Path, tmp_path: Path) -> None:
     recipe = Recipe.of(source, tmp_path / "out", scheme="rtn", options={"group_size": 32}, embeddings="w8a16")
     quantize(recipe)
-    verdict = readers.load_verdict("transformers", launch_facts(models.read_config(tmp_path / "out"), {}, "out"))
+    verdict = readers.engine_support("transformers", launch_facts(models.read_config(tmp_path / "out"), {}, "out"))
     assert verdict.reason is None and verdict.loader and not loads(tmp_path / "out")
     model, _ = models.open_model(tmp_path / "out", dtype="auto")
     with torch.no_grad():

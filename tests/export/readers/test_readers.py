@@ -35,11 +35,11 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("versions", "reader", "results"), RUNS)
-def test_the_table_is_what_was_run(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
+def test_the_table_records_what_ran(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
     """Oracle: the libraries themselves (eval/readers.json). What is said to load has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
-        verdict = readers.load_verdict(reader, KNOWN[case])
+        verdict = readers.engine_support(reader, KNOWN[case])
         needs = [Requirement(need) for need in verdict.needs]
         if KNOWN[case].experts and verdict.loader:
             continue
@@ -59,14 +59,14 @@ def test_zero_points_and_dequantizing() -> None:
             assert (result == "loads") is (not new or not checkpoint.several), f"{run['versions']}, {case}: {result}"
 
 
-def test_the_table_is_what_vllm_ran() -> None:
+def test_the_table_records_what_vllm_ran() -> None:
     """Oracle: eval/formats.json. What ran is said to load; what is said not to load did not run. vLLM's CPU build lacks kernels
     for some of what it loads on GPUs."""
     rows = [row for row in json.loads((ROOT / "eval" / "formats.json").read_text()) if "vllm" in row]
     for row in rows:
-        loads = readers.load_verdict("vllm", of_file(row["facts"])).reason is None
+        loads = readers.engine_support("vllm", of_file(row["facts"])).reason is None
         assert loads or row["vllm"] != "runs", row
-    assert sum(readers.load_verdict("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
+    assert sum(readers.engine_support("vllm", of_file(row["facts"])).reason is not None for row in rows) == 2
 
 
 # engine -> made-up formats that it loads; by the sources that the table names, read by hand
@@ -85,19 +85,19 @@ LOADS = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_who_loads_what(engine: str) -> None:
-    assert {form for form in FORMATS if readers.load_verdict(engine, facts(form)).reason is None} == LOADS[engine]
+def test_engines_load_what_the_table_says(engine: str) -> None:
+    assert {form for form in FORMATS if readers.engine_support(engine, facts(form)).reason is None} == LOADS[engine]
     for form in FORMATS:
-        reason = readers.load_verdict(engine, facts(form)).reason
+        reason = readers.engine_support(engine, facts(form)).reason
         assert reason is None or (reason[0].islower() and not reason.endswith(".") and "\n" not in reason)
 
 
 def test_gptqmodel_is_named_for_families_with_its_names_only() -> None:
-    assert readers.load_verdict("gptqmodel", facts("gptq-v2-asym")).reason == (
+    assert readers.engine_support("gptqmodel", facts("gptq-v2-asym")).reason == (
         f"it finds no weights of {QWEN} under the names that its files have"
     )
     same = facts("gptq-v2-asym", architecture="Qwen3VLForConditionalGeneration")
-    assert readers.load_verdict("gptqmodel", same).reason is None
+    assert readers.engine_support("gptqmodel", same).reason is None
 
 
 def test_reducers() -> None:
@@ -106,7 +106,7 @@ def test_reducers() -> None:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
         others = {"blind": {"vllm", "mlx"}, "asking": {"vllm"}, "unserved": set()}
         assert loads == {"transformers"} | others[kind]
-    assert "vlmcompress" in readers.load_verdict("vllm", facts("bf16", reducer="blind")).needs
+    assert "vlmcompress" in readers.engine_support("vllm", facts("bf16", reducer="blind")).needs
 
 
 def test_evidence_is_there() -> None:
@@ -119,7 +119,7 @@ def test_evidence_is_there() -> None:
             assert kind in ("run", "read") and (kind == "read" or (ROOT / where).is_file()), cell
 
 
-def test_a_summary_begins_with_what_is_not_there() -> None:
+def test_a_summary_begins_with_engines_that_are_not_installed() -> None:
     text = readers.readers_summary(facts("gptq-v2-asym"))
     assert text.startswith("not vLLM: of gptq-v2 it reads only 4 and 8 bits without zero points; transformers (")
     assert "gptqmodel" in text and "optimum" in text
@@ -148,14 +148,14 @@ def test_an_engine_is_refused_before_it_starts(form: str, engine: str, message: 
     config = {"architectures": [QWEN]} | ({"quantization_config": FORMATS[form]} if FORMATS[form] else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        readers.refuse_unreadable(tmp_path, [engine], "do something else")
+        readers.require_readable(tmp_path, [engine], "do something else")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": {"quant_method": "quip"}}', None])
-def test_what_is_not_known_is_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
+def test_unknown_combinations_are_left_to_the_engine(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    readers.refuse_unreadable(tmp_path, ["vllm"], "do something else")
+    readers.require_readable(tmp_path, ["vllm"], "do something else")
 
 
 @pytest.mark.parametrize(("folder", "name"), [("x y", "x-y"), ("a.b_c-d", "a.b_c-d"), ("---", "model")])
@@ -178,5 +178,5 @@ def test_optimum_reads_no_patterns(pattern: str, kept: bool) -> None:
     block = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {pattern: {}}}
     read = readers.gather_facts({"architectures": [QWEN], "quantization_config": block}, "OUT")
     assert read.kept_layers is kept
-    assert (readers.load_verdict("transformers", read).reason is None) is not kept
-    assert readers.load_verdict("vllm", read).reason is None
+    assert (readers.engine_support("transformers", read).reason is None) is not kept
+    assert readers.engine_support("vllm", read).reason is None

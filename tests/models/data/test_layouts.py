@@ -205,7 +205,7 @@ def test_all_bad_rows_are_named_at_once_in_the_order_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("skip", [4, 0.1])
-def test_bad_rows_are_skipped_and_others_take_their_places(tmp_path, skip, capsys):
+def test_bad_rows_are_replaced_by_others(tmp_path, skip, capsys):
     file = spoilt(tmp_path)
     samples = load_samples(file, samples=30, seed=0, reading=Reading(skip_bad=skip))
     assert len(samples) == 30 and "data.jsonl line 10" in samples.skipped
@@ -221,7 +221,7 @@ def test_bad_rows_are_skipped_and_others_take_their_places(tmp_path, skip, capsy
     refused(lambda: load_samples(file, samples=None, seed=0, reading=less), "more than skip_bad", "4 of 40 samples")
 
 
-def test_a_preview_opens_images_and_says_how_many(tmp_path, monkeypatch):
+def test_a_preview_opens_images_and_counts_them(tmp_path, monkeypatch):
     file = lines(tmp_path, *[GOOD] * 3, {"question": "2+2?"})
     look = preview(file, samples=9, seed=0)
     assert look and (look.count, look.decoded, look.text) == (4, 3, "all rows and images were read")

@@ -62,7 +62,7 @@ def test_as_many_of_each(world):
         ([{"text": ""}], "question is missing or empty"),
     ],
 )
-def test_what_is_no_text_is_refused(world, rows, problem):
+def test_a_text_source_without_text_is_refused(world, rows, problem):
     path = world / "bad.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=problem):
@@ -71,7 +71,7 @@ def test_what_is_no_text_is_refused(world, rows, problem):
         load_mixed(world / "calib.jsonl", world / "text.jsonl", samples=1, seed=0)
 
 
-def test_statistics_are_those_of_both(world, tmp_path):
+def test_statistics_are_of_images_and_text(world, tmp_path):
     """Gram matrices are sums over samples: those of the mixture are those of the two halves together."""
     calibrate(recipe(world, tmp_path / "both"), needs=("gram",))
     facts = statistics_folder.read_statistics(tmp_path / "both").facts
@@ -99,7 +99,7 @@ def test_statistics_are_those_of_both(world, tmp_path):
     assert sum(group.count.values()) == len(x) == sum(origin["tokens"].values())
 
 
-def test_statistics_know_their_text(world, tmp_path):
+def test_statistics_record_their_text(world, tmp_path):
     out = tmp_path / "stats"
     calibrate(recipe(world, out), needs=("gram", "absmean"))
     stored = {"stats": str(out), "samples": None}

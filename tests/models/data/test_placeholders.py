@@ -17,8 +17,8 @@ from PIL import Image
 
 from tests.kit.pictures import picture, refused
 from vlmcompress import models
-from vlmcompress.models import VLM, _checks
-from vlmcompress.models.data.encode import check_processor_and_template, encode, encode_prompt, encode_usable
+from vlmcompress.models import VLM, _requirements
+from vlmcompress.models.data.encode import encode, encode_prompt, encode_usable, try_processor_and_template
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import Reading
 from vlmcompress.utils.errors import UserError
@@ -83,7 +83,7 @@ def test_settings_that_config_json_contradicts(checkpoint, tmp_path, kind, keys,
     vlm = changed(checkpoint(kind), tmp_path / "model", **keys)
     why = "refuses it" if "patch_size" in keys else "placeholder tokens for"
     refused(lambda: encode([sample((130, 90))], vlm), "row 1: ", why, f"in processor_config.json {says}")
-    refused(lambda: check_processor_and_template(vlm), "a test image: ", says)
+    refused(lambda: try_processor_and_template(vlm), "a test image: ", says)
 
 
 def test_a_wrong_image_token(checkpoint, tmp_path):
@@ -138,11 +138,11 @@ def test_bounds_leave_room_for_the_largest_models(tmp_path):
         "rope_theta": 1e12,
     }
     vision = {"depth": 48, "image_size": [1792, 1792], "patch_size": 14}
-    _checks.check_sizes({"text_config": text, "vision_config": vision, "vision_feature_layer": -2}, tmp_path)
+    _requirements.require_sizes({"text_config": text, "vision_config": vision, "vision_feature_layer": -2}, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "max_pixels": 16777216})
     )
-    _checks.check_processor(tmp_path)
+    _requirements.require_processor_sizes(tmp_path)
 
 
 VALUES = st.sampled_from(

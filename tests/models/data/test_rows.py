@@ -190,7 +190,7 @@ def test_messages_take_images_of_the_column():
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused(row, says):
+def test_unusable_rows_are_refused(row, says):
     refused(lambda: read(row), "row 1", says)
 
 

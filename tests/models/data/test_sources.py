@@ -83,7 +83,7 @@ def test_choice_depends_on_ids_and_seed_only(tmp_path):
     assert ids(load_samples(tmp_path / "a.parquet", samples=None, seed=0)) == [f"r{i}" for i in range(20)]
 
 
-def test_fewer_than_asked_are_all_used_and_said(tmp_path):
+def test_fewer_samples_than_requested_are_all_used_and_reported(tmp_path):
     path = parquet(tmp_path / "a.parquet", rows(3))
     loaded = load_samples(path, samples=5, seed=0)
     assert sorted(ids(loaded)) == ["r0", "r1", "r2"]
@@ -94,7 +94,7 @@ def test_fewer_than_asked_are_all_used_and_said(tmp_path):
     assert "asked" not in enough and "prompts" not in enough and data_notes(enough) == []
 
 
-def test_prompts_for_images_without_questions_are_said(tmp_path):
+def test_default_prompts_are_reported(tmp_path):
     for name in "abcde":
         (tmp_path / f"{name}.png").write_bytes(file_of(picture(8, 6)))
     loaded = load_samples(tmp_path, samples=5, seed=0)
@@ -121,7 +121,7 @@ def test_conversations_in_every_kind_of_file(tmp_path):
     assert load_samples(tmp_path / "t.json", samples=1, seed=0, text=True)[0].answer == "cat"
 
 
-def test_rows_without_an_image_are_taken_and_said(tmp_path):
+def test_rows_without_an_image_are_used_and_reported(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "2+2?", "answer": "4", "topic": "sums"}')
     (sample,) = loaded = load_samples(path, samples=2, seed=0)
@@ -137,7 +137,7 @@ def test_missing_and_repeated_ids(tmp_path):
     assert ids(load_samples(path, samples=None, seed=0)) == ["1", "x#2", "x#3", "7"]
 
 
-def test_ids_that_are_no_ids(tmp_path):
+def test_ids_of_other_types_are_refused(tmp_path):
     """One text of a megabyte, stored once for all rows, would be 50 GB of ids."""
     rows = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 10**6]))
     pq.write_table(pa.table({"id": rows, "question": ["q"] * 50_000}), tmp_path / "a.parquet")
@@ -266,7 +266,7 @@ def test_broken_image_of_a_chosen_row(tmp_path):
     table[1]["image"] = [table[1]["image"][0][:60]]
     path = parquet(tmp_path / "a.parquet", table)
     refused(lambda: load_samples(path, samples=None, seed=0), "a.parquet row 2", "cannot be decoded")
-    assert len(load_samples(path, samples=None, seed=0, check_images=False)) == 3
+    assert len(load_samples(path, samples=None, seed=0, decode_images=False)) == 3
 
 
 def test_saved_data_sets(tmp_path):

@@ -46,7 +46,7 @@ def recipe(world: Path, out: Path, scheme: str = "none", data: str | None = "cal
     return resolve(keys | overrides).recipe
 
 
-def test_mbqs_rule():
+def test_gradients_follow_mbqs_definition():
     """The ratio at the module's last layer, no less than the median over blocks."""
 
     def gradient(channels: int, vision: float, answer: float, square: float) -> Gradient:
@@ -75,7 +75,7 @@ def test_mbqs_rule():
     assert computed[3, "qkv"].rho == 1.0
 
 
-def test_they_are_kept_with_the_statistics(world):
+def test_gradients_are_stored_with_the_statistics(world):
     vlm = models.load(world / "model")
     batches = encode(load_samples(world / "calib.jsonl", samples=128, seed=0), vlm)
     expected = gradients(vlm, batches)
@@ -92,7 +92,7 @@ def test_they_are_kept_with_the_statistics(world):
 
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
-def test_quantize(world, tmp_path, scheme):
+def test_quantize_reads_stored_gradients(world, tmp_path, scheme):
     """With statistics and without, the first block (which stands after nothing quantized in both) is the same, and it is
     what the balance written as weights gives."""
     options = {} if scheme == "int8" else {"group_size": 64 if scheme == "gptq" else 32}
@@ -135,7 +135,7 @@ def first_block(work, tmp_path: Path):
     return load_block(kept, 0)
 
 
-def test_whole_checkpoints(world, tmp_path):
+def test_checkpoints_are_equal_with_stored_gradients(world, tmp_path):
     """To the end, and the same bytes after an interruption, whose gradients are not computed again."""
     work = recipe(world, tmp_path / "out", "gptq", options={"group_size": 64, "balance": "mbq"})
     quantize(work)
@@ -151,7 +151,7 @@ def test_whole_checkpoints(world, tmp_path):
     quantize(recipe(world, tmp_path / "stored", "gptq", None, options={"group_size": 64, "balance": "mbq"}))
 
 
-def test_calibrate_goes_on_after_the_pass(world, tmp_path):
+def test_an_interrupted_calibrate_continues_after_the_gradient_pass(world, tmp_path):
     def stop(label: str, done: int, _total: int) -> None:
         if label == "calibrating" and done:
             raise KeyboardInterrupt
@@ -168,7 +168,7 @@ def test_calibrate_goes_on_after_the_pass(world, tmp_path):
     )
 
 
-def test_without_answers(world, tmp_path):
+def test_samples_without_answers_are_refused(world, tmp_path):
     """What schemes read without options is collected when nothing is asked for; what can't be had is refused when it is."""
     command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
     assert cli.main(command) == 0
@@ -187,7 +187,7 @@ def test_statistics_without_gradients_are_refused(world, tmp_path):
     refused(lambda: quantize(base), "needs gradient, too; calibrate again with --needs absmax,absmean,gradient,gram")
 
 
-def test_damaged(world, tmp_path):
+def test_damaged_gradients_are_refused(world, tmp_path):
     calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "gradient"))
     path = tmp_path / "stats" / statistics_folder.NAME
     facts = json.loads(path.read_text())

@@ -213,14 +213,14 @@ def test_only_the_triangle_is_kept_and_with_any_cut_into_blocks(monkeypatch):
         (lambda s: Collector(WIDTH, ["hessian"]), "unknown statistics"),
     ],
 )
-def test_bad_input_says_what_is_wrong(act, message):
+def test_bad_input_names_the_problem(act, message):
     with pytest.raises(ValueError, match=message):
         act(Collector(WIDTH))
 
 
 @pytest.mark.parametrize("needs", [["gram"], ["absmax"], ["absmean"]])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-def test_one_number_that_is_none(needs, bad):
+def test_one_nan_is_found(needs, bad):
     """It shows in any of the statistics, however many rows come after it."""
     collector, x = Collector(WIDTH, needs), torch.randn(3, WIDTH)
     x[1, 7] = float(bad)

@@ -61,7 +61,7 @@ def test_maxima_counts_and_scales():
     torch.testing.assert_close(kv_range.kv_scales(ranges), torch.stack([biggest, 2 * biggest]) / 448)
 
 
-def test_what_text_alone_would_clip():
+def test_text_alone_would_clip_image_tokens():
     """Against counting, to within a bin of an eighth of an octave; and nothing the other way round."""
     data = batches(count=40)
     report = kv_range.report(seen(*data).ranges)

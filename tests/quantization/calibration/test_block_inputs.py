@@ -82,7 +82,7 @@ def test_samples_that_the_model_raises_for_are_named(loaded):
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl", "qwen3_vl"])
-def test_behind_a_reducer(model, loaded, monkeypatch):
+def test_inputs_are_those_of_the_reduced_model(model, loaded, monkeypatch):
     """Inputs of a decoder alone, whose positions (three a token) and features of the first layers stand along other axes."""
     vlm, chosen = wide(loaded(model)), parse_reducer("uniform:0.5")
     rows = reduced(vlm, encode(samples(), vlm), chosen)
@@ -94,7 +94,7 @@ def sample(length: int, **overrides) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": ids, "modality": ids.byte(), **overrides}
 
 
-def test_what_goes_together():
+def test_samples_that_share_a_batch():
     """Like lengths up to a number of tokens, equal inputs, and without a mask equal lengths only."""
     assert bucket_by_length([sample(n) for n in (40, 10, 41, 39, 15)]) == [[1], [4], [3, 0, 2]]
     assert bucket_by_length([sample(n) for n in (40, 41, 42)], tokens=100) == [[0, 1], [2]]

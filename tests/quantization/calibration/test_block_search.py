@@ -184,7 +184,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
     assert moved >= 4, "the test needs groups on which scaling pays"
 
 
-def test_the_private_parts_we_rest_on():
+def test_private_parts_of_llmcompressor_exist():
     """llm-compressor's search still consists of the steps that `BlockSearch` replaces and calls."""
     arguments = list(inspect.signature(AWQModifier._compute_best_scale).parameters)
     assert arguments == ["self", "mapping", "fp16_outputs", "orig_layer_weights"]

@@ -83,7 +83,7 @@ def test_cross_grams_are_those_of_two_whole_models(model_name, prefix, reducer, 
     assert captured_groups == [group.linears[0] for groups in blocks[first + 1 :] for group in groups]
 
 
-def test_nothing_changed_nothing_differs(loaded):
+def test_unchanged_blocks_give_no_difference(loaded):
     vlm = wide(loaded("qwen2_vl"))
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
     captures = [

@@ -93,7 +93,7 @@ def test_conditional_entropy_is_the_papers():
     assert conditional_entropy(u, v, 8) == pytest.approx(slow_conditional_entropy(u, v, 8), rel=1e-5)
 
 
-def test_what_the_block_before_tells_lowers_the_entropy():
+def test_knowing_the_previous_block_lowers_the_entropy():
     torch.manual_seed(2)
     u = torch.randn(1000, 4)
     same, alone = conditional_entropy(u, u), conditional_entropy(None, u)

@@ -181,7 +181,7 @@ def test_statistics_are_not_written_into_or_over(spoiled, out, message):
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
-def test_refusals(spoiled, capfd, spoil):
+def test_foreign_statistics_are_refused(spoiled, capfd, spoil):
     """Exit code 2, one line that names both, and nothing written."""
     command = ["quantize", str(spoiled / "llava"), "-o", str(spoiled / "out"), "--scheme", "awq"]
     command += ["--stats", str(spoiled / "llava-stats"), "--set", "options.group_size=32", *spoil(spoiled)]
@@ -244,7 +244,7 @@ def test_a_full_disk(tmp_path):
     assert not work.has("layer-0000")
 
 
-def test_the_names_of_statistics():
+def test_kinds_of_statistics_are_those_of_the_collector():
     assert frozenset(STATISTICS) == KINDS
 
 

@@ -88,7 +88,7 @@ def plain(vlm: VLM, batches) -> dict[str, dict[str, tuple[float, float]]]:
     }
 
 
-def test_against_autograd(family, float32):
+def test_gradients_are_those_of_autograd(family, float32):
     """For every family: the numbers of each layer and modality, and the model is afterwards as it was."""
     vlm, batches = float32(family)
     computed = gradients(vlm, batches)
@@ -137,7 +137,7 @@ def test_tokens_at_a_time_change_nothing(float32, monkeypatch):
             assert block[name].absolute == pytest.approx(gradient.absolute, **NEAR)
 
 
-def test_what_is_kept_of_the_graph(float32, monkeypatch):
+def test_memory_of_the_graph_is_bounded(float32, monkeypatch):
     """With checkpoints, fewer bytes are alive for the backward pass: those of inputs of blocks."""
     vlm, batches = float32("llava")
     alive: dict[bool, int] = {}

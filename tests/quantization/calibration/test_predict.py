@@ -94,7 +94,7 @@ def test_predictions_from_few_rows_rank_finished_groups(name):
         assert other == pytest.approx(finished_error, rel=0.25)
 
 
-def test_error_feedback_is_foreseen_and_shared():
+def test_error_feedback_is_predicted_and_shared():
     """GPTQ's predicted error is below rounding's as its real one is, and one factor serves every width of a balance."""
     _, stats = observed()
     weights, gptq, rtn = [weight(64, WIDTH)], REGISTRY.get("gptq"), REGISTRY.get("rtn")

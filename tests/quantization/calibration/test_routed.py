@@ -68,7 +68,7 @@ def check(vlm, stats: dict, number: int, rows: torch.Tensor, codes: torch.Tensor
             )
 
 
-def test_what_is_routed_to_it(vlm):
+def test_an_expert_counts_the_tokens_routed_to_it(vlm):
     """With tokens enough for each expert, each has those of its own."""
     batches = encode(samples() * 4, vlm)
     rows, chosen, codes = given(vlm, batches)

@@ -84,7 +84,7 @@ def observed(folder: Path, batches: list[dict[str, torch.Tensor]]) -> list[dict[
 
 
 @pytest.mark.parametrize("model", NAMES)
-def test_they_are_those_of_the_plain_model(world, model):
+def test_statistics_are_those_of_the_plain_model(world, model):
     """To the rounding of activations, which a plain run rounds more often. Counts are equal."""
     batches = encode(load_samples(world / "calib.jsonl", samples=5, seed=0), models.load(world / model))
     kept = statistics_folder.read_statistics(world / f"{model}-stats")
@@ -112,7 +112,7 @@ def test_ranges_of_keys_and_values(world, tmp_path):
         assert torch.equal(tensors[key], expected[key]) and tensors[key].item() > 0
 
 
-def test_the_description(world):
+def test_the_folder_describes_its_statistics(world):
     facts = json.loads((world / "llava-stats" / statistics_folder.NAME).read_text())
     assert facts["calibration"]["prefix"] == "float" and facts["calibration"]["samples"] == 5
     assert facts["needs"] == ["absmax", "absmean", "gram"] and facts["kv_cache"] is True
@@ -138,7 +138,7 @@ def test_every_scheme_is_solved_from_them(world, tmp_path, scheme):
     assert all({"text", "vision", "answer"} == set(error) for error in result.manifest["errors"].values())
 
 
-def test_the_weights_are_those_from_memory(world, tmp_path, monkeypatch):
+def test_weights_are_equal_with_statistics_from_disk_and_memory(world, tmp_path, monkeypatch):
     """Statistics that never were on disk (their run collected anew) give the same stored blocks, smoothing included."""
     vlm = models.load(world / "llava")
     plan = make_plan(stored(world, "llava", tmp_path / "out", "awq", options={"group_size": 32}))
@@ -178,7 +178,7 @@ class Memory:
         self.stats[layer] = dict(stats)
 
 
-def test_statistics_of_finished_blocks_are_let_go(world, tmp_path, monkeypatch):
+def test_statistics_of_finished_blocks_are_freed(world, tmp_path, monkeypatch):
     """Memory holds the Gram matrices of one block: those of the block before are gone when the next is kept."""
     references: list[weakref.ref] = []
     save = statistics_folder.save_statistics
@@ -220,7 +220,7 @@ def test_skipped_layers_need_no_other_statistics(world, tmp_path):
     assert not [check for check in doctor.diagnose(out, source=world / "llava") if not check.ok]
 
 
-def test_interrupted_is_uninterrupted(world, tmp_path):
+def test_an_interrupted_run_gives_the_same_statistics(world, tmp_path):
     """Collecting, then solving, each stopped in the second block: files equal those of runs in one piece."""
     stats, out = tmp_path / "stats", tmp_path / "out"
 
@@ -246,7 +246,7 @@ def test_interrupted_is_uninterrupted(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stats", "whole"]
 
 
-def test_killed(world, tmp_path, capfd):
+def test_a_killed_run_continues(world, tmp_path, capfd):
     """`kill -9` in the second block leaves no STATS, and the same command finishes them."""
     stats = tmp_path / "stats"
     command = ["calibrate", str(world / "llava"), "-o", str(stats), "--samples", "5", "--kv-cache", "fp8"]
@@ -267,7 +267,7 @@ def test_killed(world, tmp_path, capfd):
     assert {name for name in os.listdir(stats)} == {*files(stats), statistics_folder.NAME}
 
 
-def test_the_same_data_may_be_named_again(world, tmp_path):
+def test_the_data_may_be_repeated_with_from_statistics(world, tmp_path):
     both = {"stats": str(world / "llava-stats"), "data": str(world / "calib.jsonl"), "samples": 5}
     quantize(stored(world, "llava", tmp_path / "out", "int8", calibrate=both))
 
@@ -284,7 +284,7 @@ def test_maxima_alone(world, tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "full")
 
 
-def test_dry_run_and_check_say_which_form(world, capfd, monkeypatch):
+def test_dry_run_and_check_name_the_form_of_statistics(world, capfd, monkeypatch):
     monkeypatch.setattr(terminal, "quiet_libraries", lambda: None)
     model, stats = str(world / "llava"), str(world / "llava-stats")
     common = [model, "--scheme", "gptq", "--set", "options.group_size=64"]

@@ -123,7 +123,7 @@ def test_the_checkpoint_has_the_file(source, data, tmp_path, scheme):
     assert not any(serve.VISION_SCALES_FLAG in line for line in serve.remarks(flags))
 
 
-def test_with_statistics_the_images_are_read_all_the_same(source, data, tmp_path):
+def test_images_are_read_even_with_stored_statistics(source, data, tmp_path):
     from vlmcompress.quantization.calibrate import calibrate
 
     base = {"model": str(source), "scheme": "awq", "calibrate": {"data": str(data)}}
@@ -144,7 +144,7 @@ def test_vllm_reads_the_file(source, data, tmp_path):
     assert read == json.loads(file.read_text())
 
 
-def test_refusals(data, tmp_path):
+def test_unsupported_towers_are_refused(data, tmp_path):
     llava = tiny.build("llava", tmp_path / "llava")
     with pytest.raises(
         UserError,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit import tiny
 from vlmcompress.models import Source
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.kv_cache import normalizes
 from vlmcompress.recipe import resolve
 
@@ -20,7 +20,7 @@ def folders(tmp_path_factory):
 
 
 def said(model, name: str, **settings) -> tuple[bool, str]:
-    recipe = resolve({"model": str(model), "scheme": "awq", **settings}, refuse=False).recipe
+    recipe = resolve({"model": str(model), "scheme": "awq", **settings}, strict=False).recipe
     (finding,) = (finding for finding in examine(recipe, "vllm").findings if finding.name == name)
     return finding.ok, finding.detail
 

@@ -22,10 +22,10 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.quantization.inputs import derive_source
-from vlmcompress.quantization.plan import checks
-from vlmcompress.quantization.plan.findings import examine
+from vlmcompress.quantization.plan import problems as problems_module
+from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.plan import make_plan
-from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -66,14 +66,14 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 def test_a_scheme_gives_groups_to_another(models):
     """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
-    result = make_plan(recipe(models["llava"], **keys), refuse=False)
+    result = make_plan(recipe(models["llava"], **keys), strict=False)
     formats = {(row.group, row.format): row.blocks for row in result.rows}
     blocks = len(result.blocks)
     assert formats["qkv", "w8a8 fp8 channel"] == formats["o", "w8a8 fp8 channel"] == blocks
     assert formats["gate_up", "w4a4 nvfp4"] == formats["down", "w4a4 nvfp4"] == blocks - 1
     assert formats["gate_up", "w8a8 fp8 channel"] == 1
-    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, refuse=False).recipe
-    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, refuse=False).problems)
+    refused = resolve({"model": str(models["llava"]), "target": "a100", **keys}, strict=False).recipe
+    assert any("no FP8 tensor cores" in problem for problem in make_plan(refused, strict=False).problems)
 
 
 def test_nvfp4_needs_whole_blocks():
@@ -134,7 +134,7 @@ def test_group_size_that_does_not_divide_names_layer_and_ways_out(models):
     )
     with pytest.raises(UserError, match=message):
         make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}))
-    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), refuse=False).problems
+    problems = make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 96}), strict=False).problems
     assert len(problems) == 4  # one for each group of a block, not for each block
 
 
@@ -142,7 +142,7 @@ def test_the_proposed_group_size_works(models):
     with pytest.raises(UserError, match=r"options\.group_size=(-?\d+)") as error:
         make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": 384}))
     proposed = int(str(error.value).split("options.group_size=")[1].split()[0])
-    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), refuse=False).problems
+    assert not make_plan(recipe(models["llava"], scheme="rtn", options={"group_size": proposed}), strict=False).problems
 
 
 def test_skip(models):
@@ -183,7 +183,7 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
 )
 def test_the_published_search_needs_its_package(models, monkeypatch, options, advice):
     """Nothing is read before; the search by Gram matrices, where there is one, needs no package."""
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(problems_module, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"
     ):
@@ -191,7 +191,7 @@ def test_the_published_search_needs_its_package(models, monkeypatch, options, ad
     assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
 
 
-def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):
+def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
     """`tests/models/test_engine_names.py` asks vLLM itself: its class of LFM2 gives attention no quantization config."""
     source = tiny.build("lfm2-vl", tmp_path / "source")
     with pytest.raises(
@@ -202,7 +202,7 @@ def test_scales_of_keys_and_values_that_vllm_has_no_place_for(tmp_path):
 
 def test_target_limits_are_checked(models):
     """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
-    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), refuse=False).problems
+    problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), strict=False).problems
     assert problem == []
 
 
@@ -221,9 +221,9 @@ def test_label():
 
 
 def test_every_check_is_in_the_list():
-    functions = {function for _, function in inspect.getmembers(checks, inspect.isfunction)}
+    functions = {function for _, function in inspect.getmembers(problems_module, inspect.isfunction)}
     takes_a_survey = {function for function in functions if list(inspect.signature(function).parameters) == ["survey"]}
-    assert takes_a_survey - {checks.plan_problems} == set(checks.CHECKS)
+    assert takes_a_survey - {problems_module.plan_problems} == set(problems_module.CHECKS)
 
 
 def adapted(model: Path, folder: Path) -> Path:
@@ -237,7 +237,7 @@ def adapted(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("derivation", ["rotate", "adapter", "from_quantized"])
-def test_what_is_derived_is_quantized_as_was_planned(models, tmp_path, derivation):
+def test_derived_weights_are_quantized_as_planned(models, tmp_path, derivation):
     """Oracle: a plan of the derived model alone. It differs in nothing but `bytes_before`, which is of the recipe's model."""
     model, settings = models["qwen2-5-vl"], {"scheme": "gptq", "vision": "fp8", "kv_cache": "fp8", "head": "w4a16"}
     settings |= {"bits": {"budget": 6.0}, "calibrate": {"data": str(tmp_path)}, "options": {"group_size": 32}}
@@ -267,7 +267,7 @@ def test_a_plan_is_final(models):
 
 
 def bad(model: Path, engine: str = "vllm", **settings) -> dict[str, str]:
-    report = examine(resolve({"model": str(model), **settings}, refuse=False).recipe, engine).findings
+    report = examine(resolve({"model": str(model), **settings}, strict=False).recipe, engine).findings
     return {finding.name: finding.detail for finding in report if not finding.ok}
 
 
@@ -276,7 +276,7 @@ def test_check_finds_nothing_wrong(models, tmp_path):
     assert bad(models["llava"], scheme="awq", target="cpu", calibrate={"data": str(tmp_path / "calib.jsonl")}) == {}
 
 
-def test_check_says_that_vllm_cannot_load_the_source_as_it_is(models, tmp_path):
+def test_check_reports_a_source_that_vllm_cannot_load(models, tmp_path):
     """As transformers saves it; what is written is in order, so nothing stands in the way."""
     saved = tiny.build("llava", tmp_path / "saved", hub_names=False)
     names = {}

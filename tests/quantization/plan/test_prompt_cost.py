@@ -169,7 +169,7 @@ def test_the_table(capfd):
     assert "dart:0.5" in text and "50.0%" in text and "64x64  16" in text
 
 
-def test_blocks_that_see_different_counts_are_shown(capfd):
+def test_blocks_with_different_token_counts_are_shown(capfd):
     arguments = ["check", str(checkpoint("llava")), "--image-size", "64x64", "--reduce", "fastv:0.5,layer=1"]
     assert cli.main([*arguments, "--reduce", "dart:0.5"]) == 0
     text = capfd.readouterr().out

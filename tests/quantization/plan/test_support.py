@@ -20,7 +20,7 @@ from vlmcompress import cli
         ("gemma4-unified", ["in 16 bits: vision tower", "by no method", "vLLM .*transformers"]),
     ],
 )
-def test_a_line_each_for_quantizing_reducing_and_engines(name, lines, checkpoint, capfd):
+def test_quantizing_reducing_and_engines_have_a_line_each(name, lines, checkpoint, capfd):
     assert cli.main(["check", str(checkpoint(name)), "--json"]) == 0
     findings = json.loads(capfd.readouterr().out)["findings"]
     assert [finding["name"] for finding in findings] == ["quantize", "reduce", "engines"]

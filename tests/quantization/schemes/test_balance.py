@@ -7,7 +7,7 @@ import torch
 
 from tests.kit.quant_data import COUNTS, MBQ, WIDTH, collected, losses, slow_gptq, tokens, weight
 from vlmcompress.numerics import fake_quantize, find_params
-from vlmcompress.numerics.statistics.balance import Sensitivity, check_balance
+from vlmcompress.numerics.statistics.balance import Sensitivity, require_balance
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE, GroupStats
 from vlmcompress.quantization.schemes import REGISTRY, awq, gptq, int8, smooth, solve
@@ -148,7 +148,7 @@ def test_off_is_the_default_and_changes_no_bit(name):
     assert torch.equal(stats.absmax(), x.abs().amax(0))
 
 
-def test_a_modality_that_did_not_occur():
+def test_a_modality_without_tokens():
     collector = Collector(WIDTH, STORABLE)
     collector.add(tokens()["vision"], torch.full((COUNTS["vision"],), 2))
     stats = collector.finish()
@@ -177,12 +177,12 @@ def test_a_modality_that_did_not_occur():
     ids=str,
 )
 @pytest.mark.parametrize("name", METHODS)
-def test_bad_balance_says_what_to_do(name, balance, message):
+def test_a_bad_balance_names_a_remedy(name, balance, message):
     with pytest.raises(ValueError) as caught:
         REGISTRY.get(name).Options(balance=balance)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_good_balances():
-    assert check_balance(False) == "off", "YAML reads `off` as false"
+    assert require_balance(False) == "off", "YAML reads `off` as false"
     assert awq.Options(balance={"answer": 1, "vision": 0.5, "text": 0}).balance == MBQ

@@ -95,7 +95,7 @@ def test_of_a_strip_the_best_single_code_changes(fmt):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), fmt=st.sampled_from(FORMATS))
-def test_what_is_left_never_rises(seed, fmt):
+def test_the_remaining_error_never_rises(seed, fmt):
     """Of no row, from one sweep to the next, until no single code of the block is better."""
     block = Block(fmt, seed, rows=10)
     left = [block.left(block.searched(sweeps)) for sweeps in range(4)]

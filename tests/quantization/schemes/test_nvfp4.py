@@ -86,7 +86,7 @@ def test_the_steps_around_feedback_lower_the_error():
     assert nvfp4.needs(nvfp4.Options(smooth="awq")).statistics == {"gram", "absmean", "absmax"}
 
 
-def test_the_sketch_foresees_feedback():
+def test_the_sketch_predicts_feedback():
     x, w = inputs(256, tokens=2000), weight(96, 256)
     options, stats = nvfp4.Options(**PURE), statistics(x)
     real = nvfp4.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
@@ -103,7 +103,7 @@ def test_the_input_scale_covers_every_modality():
     assert nvfp4.input_scale(stats, nvfp4.Options(activations=16)) is None
 
 
-def test_what_is_read_hangs_on_the_options():
+def test_statistics_that_are_read_depend_on_the_options():
     read = {
         (a, r): set(nvfp4.needs(nvfp4.Options(activations=a, rounding=r)).statistics)
         for a in (4, 16)

@@ -23,7 +23,7 @@ def test_ranges_cover_the_percentile(percentile, group):
     assert (share <= 1).all() and share.shape == (6, pieces.shape[1])
 
 
-def test_the_paper_s_candidates():
+def test_candidates_are_the_papers():
     assert qvlm.percentiles(qvlm.Options()) == pytest.approx([1.0, 0.995, 0.99, 0.985, 0.98])
 
 

@@ -45,7 +45,7 @@ def test_every_way_of_rounding_beats_nearest(method):
 
 
 @pytest.mark.parametrize("rounding", ["rtn", "gptq", "awq"])
-def test_scales_survive_what_vllm_makes_of_them(rounding):
+def test_scales_survive_vllms_conversion(rounding):
     """Oracle: vLLM's `convert_bf16_scales_to_fp8`, restated. What it computes with is within 0.4% of what is written."""
     x, w = inputs(512, tokens=900), weight(64, 512) * torch.logspace(-2, 0, 64)[:, None]
     (written,) = solve(w4a8_fp8, [w], statistics(x), w4a8_fp8.Options(rounding=rounding), torch.bfloat16).weights
@@ -55,7 +55,7 @@ def test_scales_survive_what_vllm_makes_of_them(rounding):
     assert written.scale.dtype is torch.bfloat16 and ((kernel - scale).abs() <= 0.004 * scale).all()
 
 
-def test_what_is_read_and_refused():
+def test_needed_statistics_and_refused_options():
     assert (
         w4a8_fp8.needs(w4a8_fp8.Options(rounding="rtn")).statistics == set() == mxfp8.needs(mxfp8.Options()).statistics
     )

@@ -68,7 +68,7 @@ def test_searches_that_the_model_is_needed_for(name, options, searches):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_options_say_what_the_package_asks(name):
+def test_options_declare_what_they_need(name):
     options = REGISTRY.get(name).Options()
     assert isinstance(options, QuantizerOptions)
     fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
@@ -198,7 +198,7 @@ def test_group_sizes(name, group_size):
         ("fp8-static", {"weights": "group"}, "weights must be 'tensor' or 'channel'"),
     ],
 )
-def test_bad_options_say_what_to_do(name, options, message):
+def test_bad_options_name_a_remedy(name, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         REGISTRY.get(name).Options(**options)
     assert "\n" not in str(caught.value)

@@ -31,7 +31,7 @@ def eager(vlm, inputs, part: str):
 
 
 @pytest.mark.parametrize("method", ["visionzip", "vscan"])
-def test_encoder(method, monkeypatch):
+def test_signals_of_the_encoder(method, monkeypatch):
     vlm = tiny("llava")
     inputs = encode(vlm, ONE, TWO)
     calls = recorded(monkeypatch)
@@ -58,7 +58,7 @@ def test_encoder(method, monkeypatch):
 
 @pytest.mark.parametrize("family", INSIDE)
 @pytest.mark.parametrize("layer", [1, 2])
-def test_last_token(family, layer, monkeypatch):
+def test_signals_of_the_last_token(family, layer, monkeypatch):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO, NONE)
     calls = recorded(monkeypatch)
@@ -102,7 +102,7 @@ def test_states_within_the_language_model(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_projected(family, monkeypatch):
+def test_signals_of_projected_tokens(family, monkeypatch):
     """Features are the projector's rows of the image."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
@@ -139,13 +139,13 @@ def test_grids_follow_the_images():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_images(family):
+def test_signals_of_whole_images(family):
     """Of all tokens of an image: units where they stand, newlines kept."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
     with attach(vlm, "relevance", given("relevance")) as attached:
         vlm.model(**inputs)
-    images = [reduction.check() for reduction in attached.images()]
+    images = [reduction.require_valid() for reduction in attached.images()]
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)
     assert sum(len(reduction.target) for reduction in images) == where.sum()
     embeds = reference.arguments(vlm, inputs)["inputs_embeds"]

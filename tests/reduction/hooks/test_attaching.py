@@ -63,7 +63,7 @@ def test_one_at_a_time():
     attach(vlm, "random").detach()
 
 
-def test_an_error_within_the_model_leaves_nothing_behind():
+def test_an_error_within_the_model_detaches_the_reducer():
     vlm = tiny("llava")
     inputs = encode(vlm, ONE)
     with attach(vlm, "random", {"keep": 0.5}) as attached:
@@ -85,7 +85,7 @@ def test_text_alone_is_untouched(family, method):
     assert torch.equal(torch.stack(answer.logits), torch.stack(again.logits)) and not attached.reduced_units
 
 
-def test_refusals_are_one_line():
+def test_unsupported_models_are_refused_in_one_line():
     for spec, method in itertools.product(all_specs(), REGISTRY.names()):
         reason = family_problem(spec, method)
         if reason is None:
@@ -94,7 +94,7 @@ def test_refusals_are_one_line():
             assert "\n" not in reason and len(reason) < 280 and (method in reason or spec.family in reason), reason
 
 
-def test_what_is_refused_and_what_is_not():
+def test_supported_and_unsupported_models():
     works = {spec.family: [m for m in REGISTRY.names() if family_problem(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm"]
     after = [
@@ -127,7 +127,7 @@ def test_what_is_refused_and_what_is_not():
         attach(tiny("qwen2-vl"), "dymu")
 
 
-def test_options():
+def test_options_of_an_attached_reducer():
     vlm = tiny("llava")
     for method, options in (("dart", {"keep": 0.25}), (parse_reducer("dart:0.25"), None)):
         with attach(vlm, method, options) as attached:
@@ -137,13 +137,13 @@ def test_options():
 
 
 @pytest.mark.parametrize("keep", [0, -0.5, 1.5, True, "half", float("nan")])
-def test_shares_that_are_none(keep):
+def test_bad_shares_are_refused(keep):
     with pytest.raises(UserError, match="'random': keep"):
         attach(tiny("llava"), "random", {"keep": keep})
 
 
 @pytest.mark.parametrize("method", ["random", "fastv"])
-def test_images_too_small_for_the_share_are_kept_whole_and_said_once(method):
+def test_images_too_small_for_the_share_are_kept_whole_and_reported_once(method):
     """Of 9 tokens 0.05 is none, of 15 it is one."""
     vlm = tiny("qwen2-5-vl")
     inputs = encode(vlm, ONE, TWO)

@@ -181,7 +181,7 @@ def test_counts_from_pixels_are_met_exactly(family):
     assert counts == said
 
 
-def test_refused():
+def test_unsupported_models_are_refused():
     vlm = wide("internvl")
     vlm.model.config.vision_feature_layer = -2
     try:

@@ -121,7 +121,7 @@ FEW = ("gptq", "mbq", "mbq gram", "fp8-static")  # one of each way to calibrate
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
 )
-def test_every_calibrating_scheme_runs_behind_a_reducer(world, built, tmp_path, name):
+def test_every_calibrating_scheme_runs_with_a_reducer(world, built, tmp_path, name):
     """The manifest tells the reducer and counts the tokens that were left; statistics are of other tokens than without."""
     model = built("qwen3-vl" if name in ("gptq", "mbq", "mbq gram") else "llava")
     done = quantize(recipe(world, model, tmp_path / "reduced", **SCHEMES[name], reduce="uniform:0.5"))
@@ -148,7 +148,7 @@ def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path,
         assert mean == pytest.approx(other, rel=0.05)
 
 
-def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_and_says_so(world, built, tmp_path):
+def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_with_a_warning(world, built, tmp_path):
     keys = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
     done = quantize(recipe(world, built("llava"), tmp_path / "out", **keys))
     assert "calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in done.manifest["warnings"][0]

@@ -143,7 +143,7 @@ def test_caches_emptied_or_cut(method):
 
 
 @pytest.mark.parametrize("method", ["random", "fastv"])
-def test_an_image_behind_a_cached_prefix(method):
+def test_an_image_after_a_cached_prefix(method):
     """The cache of text alone is continued with a prompt with images."""
     vlm = tiny("llava")
     words, inputs = encode(vlm, NONE), encode(vlm, ONE)

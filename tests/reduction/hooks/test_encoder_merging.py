@@ -134,7 +134,7 @@ def test_a_shorter_encoder_really_runs():
     assert lengths == [1 + 16, 1 + 8, 1 + 8, 1 + 4]
 
 
-def test_refused():
+def test_unsupported_models_are_refused():
     vlm = tiny("llava")
     vlm.model.model.vision_tower.set_attn_implementation("eager")
     try:

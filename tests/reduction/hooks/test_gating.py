@@ -86,7 +86,7 @@ def test_a_closed_gate_has_a_gradient():
 
 
 @pytest.mark.parametrize("form", ["none", "bool"])
-def test_a_closed_key_that_would_take_all_attention_hides_nothing_else(form):
+def test_a_closed_key_with_all_attention_hides_nothing_else(form):
     """Oracle: torch's attention without it. Logits of some hundreds occur; what is 100 below the largest rounds to 0."""
     query, key, value = parts()
     query, key = query.abs(), key.abs()

@@ -58,7 +58,7 @@ def recomputed(
 
 
 @pytest.mark.parametrize("family", INSIDE)
-def test_each_step_sees_what_the_steps_before_have_left(family):
+def test_each_step_sees_the_tokens_that_earlier_steps_left(family):
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO, NONE)
     prompt = inputs["input_ids"].shape[1]

@@ -30,7 +30,7 @@ def options(vlm):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_kept(family, loaded):
+def test_the_tokens_of_highest_score_are_kept(family, loaded):
     """The network sees the rows that the language model would get."""
     vlm = loaded(family)
     batch = encode(vlm, 1)
@@ -43,7 +43,7 @@ def test_what_is_kept(family, loaded):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gates_are_what_dropping_is(family, loaded):
+def test_closed_gates_equal_dropping(family, loaded):
     """Oracle: the logits of the prompt's last token with the same tokens dropped by the attached reducer."""
     vlm = loaded(family)
     if vlm.spec.mixed_blocks:

@@ -33,7 +33,7 @@ def shorter(vlm, inputs, units):
 @pytest.mark.parametrize("method", ["random", "relevance"])
 @pytest.mark.parametrize("prompt", [ONE, TWO])
 @pytest.mark.parametrize("family", KINDS)
-def test_what_is_left_is_all_that_runs(family, method, prompt):
+def test_only_kept_tokens_run(family, method, prompt):
     """Equal to the model on the rows that are left, each at its old position; generation, to doing that anew each step."""
     vlm = tiny(family, mixed=True)
     assert KINDS[family] in vlm.model.config.text_config.layer_types
@@ -49,7 +49,7 @@ def test_what_is_left_is_all_that_runs(family, method, prompt):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_hiding_is_something_else(family):
+def test_hiding_tokens_differs_from_dropping_them(family):
     """With the dropped tokens hidden from attention, the rest of the decoder still sees them."""
     vlm = tiny(family, mixed=True)
     inputs = encode(vlm, ONE)

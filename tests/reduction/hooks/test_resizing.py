@@ -138,7 +138,7 @@ def test_families_whose_images_have_one_size(loaded, family):
         resizing.image_settings(spec, loaded(family).processor)
 
 
-def test_older_keys_say_the_same(tmp_path):
+def test_older_keys_mean_the_same(tmp_path):
     """`max_pixels` of files that transformers 4 wrote would win over `size`."""
     content = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
@@ -147,7 +147,7 @@ def test_older_keys_say_the_same(tmp_path):
     assert preprocessor == content | {"size": {"shortest_edge": 3136, "longest_edge": 50176}, "max_pixels": 50176}
 
 
-def test_refused(loaded):
+def test_unsupported_settings_are_refused(loaded):
     vlm = loaded("qwen2-vl")
     least = resizing.image_settings(vlm.spec, vlm.processor)[0].tokens
     with pytest.raises(UserError, match=f"has {least} tokens an image"):

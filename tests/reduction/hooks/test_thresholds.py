@@ -122,7 +122,7 @@ def test_a_file_for_one_model(tmp_path):
         (lambda content: content.clear(), "'schema_version' is missing; make them with"),
     ],
 )
-def test_bad_files(change, message, tmp_path):
+def test_bad_files_of_thresholds_are_refused(change, message, tmp_path):
     vlm, file = tiny("llava"), tmp_path / "dymu.json"
     learned = choice.parse_reducer("dymu:thresholds=[0.5, 0.6]")
     content = threshold_file.save_thresholds(file, vlm, learned, [16], {})
@@ -133,7 +133,7 @@ def test_bad_files(change, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_learnt_or_used(tmp_path):
+def test_models_without_thresholds_are_refused(tmp_path):
     vlm = tiny("llava")
     with pytest.raises(UserError, match="have none; name some with --calib"):
         learning.learn_thresholds(vlm, [encode(vlm, NONE)], choice.parse_reducer("dymu"))
@@ -149,7 +149,7 @@ def test_what_cannot_be_learnt_or_used(tmp_path):
             attach(vlm, choice.parse_reducer(f"dymu:thresholds={tmp_path / name}"))
 
 
-def test_verb(capfd, tmp_path):
+def test_the_thresholds_verb_writes_a_file(capfd, tmp_path):
     images, file = tmp_path / "images", tmp_path / "dymu.json"
     images.mkdir()
     for seed in range(3):

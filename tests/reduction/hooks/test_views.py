@@ -69,7 +69,7 @@ def expected(vlm: VLM, prompt: Prompt, keep: float) -> list[int]:
     return litevlm.LiteVLM(keep=keep).reduce(signals).anchor.tolist()
 
 
-def test_families():
+def test_families_that_choose_among_images():
     """Those that encode a picture at a time."""
     assert [spec.family for spec in DENSE if spec.images.grid in ("patches", "thw")] == FAMILIES
     assert {"llava", "qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-5"} <= {*FAMILIES}
@@ -107,7 +107,7 @@ def test_equals_a_full_stop_in_place_of_the_images_that_go(family):
 
 @pytest.mark.parametrize("family", ["llava", "qwen2-5-vl"])
 @pytest.mark.parametrize("keep", [0.4, 0.7])
-def test_the_names_decide(family, keep):
+def test_names_of_images_decide_what_stays(family, keep):
     """What stays is what the method says of the names' and the question's words, here encoded apart from the prompt."""
     vlm = tiny(family)
     for prompt in (CAMERAS, OTHER):
@@ -118,7 +118,7 @@ def test_the_names_decide(family, keep):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_untouched(family):
+def test_prompts_without_a_choice_are_untouched(family):
     """All views, a single view, text alone: no bit changes."""
     vlm = tiny(family)
     before = traces(vlm.model)

@@ -32,7 +32,7 @@ def test_a_window_stands_where_its_middle_is():
 
 
 @pytest.mark.parametrize("window", ["2", "0x2", "2x", "2x2x2", "65x1", "a", "100x1", 4])
-def test_windows_that_are_none_are_refused(window):
+def test_bad_windows_are_refused(window):
     with pytest.raises(ValueError, match="window must be"):
         pool.Pool(window=window)
 
@@ -81,7 +81,7 @@ def test_coverage_takes_one_of_many_alike_before_one_that_stands_alone():
     assert set(cover(coverage.represented(features, 0.2), 2).tolist()) >= {0}
 
 
-def test_temperatures_that_are_none_are_refused():
+def test_bad_temperatures_are_refused():
     for temperature in (0, -1, math.inf, math.nan, "warm", True):
         with pytest.raises(ValueError, match="temperature must be a number"):
             coverage.Coverage(temperature=temperature)

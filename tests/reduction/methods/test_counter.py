@@ -116,7 +116,7 @@ def test_flat_pictures_alone_are_no_problem():
         fit_counter([], [], 4, 36)
 
 
-def test_what_is_written_is_read():
+def test_a_written_counter_is_read_back():
     counter = fit_counter(PICTURES, TRUE, 4, 36)
     assert read_counter(json.loads(json.dumps(counter.plain())), "count") == counter
 

@@ -115,12 +115,12 @@ def test_a_network_begins_with_tokens_alone():
     assert not first["value"].any() and torch.equal(first["mean"], mean)
 
 
-def test_without_a_network_it_says_what_to_do():
+def test_a_missing_network_names_a_remedy():
     with pytest.raises(ValueError, match="train one with `vlmcompress learn-reducer`"):
         run(learned.Learned(keep=0.4), signals())
 
 
-def test_the_file_is_told_by_its_hash_not_by_its_place():
+def test_the_file_is_identified_by_its_hash():
     a, b = (learned.Learned(scorer=name, sha256="0" * 64) for name in ("a.safetensors", "b.safetensors"))
     assert a == b != learned.Learned(scorer="a.safetensors", sha256="1" * 64)
 

@@ -119,7 +119,7 @@ def test_vscan_meets_a_count_beyond_the_quotas_of_its_windows():
     assert len(set(chosen.tolist())) == 200
 
 
-def test_visionzip_merges_as_many_times_as_asked_with_the_same_bits():
+def test_visionzip_repeats_merging_with_the_same_bits():
     s, x = signals((1, 24, 24)), torch.randn(576, 1024, generator=torch.Generator().manual_seed(0))
     with threads(2):
         digests = {digest(run(visionzip.VisionZip(keep=64 / 576), s).apply(x)) for _ in range(10)}
@@ -209,7 +209,7 @@ def test_dymu_odd_count_merges_at_most_half():
     assert len(methods.merge_layer(dymu.DyMU(thresholds=(-1.0,)), single, 0, 1).anchor) == 1
 
 
-def test_dymu_thresholds_merge_what_was_asked_for_on_average():
+def test_dymu_thresholds_merge_the_requested_share_on_average():
     """On the batch that they are learned from, exactly; the threshold is the best cosine that does not merge."""
     images = [signals(seed=seed) for seed in range(6)]
     scores = [dymu.best(image) for image in images]
@@ -274,7 +274,7 @@ def test_dymu_padded_for_a_device_merges_the_same(grid, count, ties):
             assert torch.equal(padded.target, plain.target) and torch.equal(padded.anchor[:left], plain.anchor)
             assert torch.equal(padded.sizes[:left], plain.sizes) and not padded.sizes[left:].any()
             assert torch.equal(rows(s, padded).features[:left], rows(s, plain).features)
-        assert torch.equal(padded.check().anchor, plain.anchor)
+        assert torch.equal(padded.require_valid().anchor, plain.anchor)
 
 
 def merge_step(s, merged, chosen, layer, count):

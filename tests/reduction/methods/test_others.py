@@ -12,7 +12,7 @@ from tests.kit.reducer_data import best, cosine, run, signals
 from vlmcompress.reduction.methods import Reduction, Signals, dyrate, litevlm, pevlm
 
 
-def test_litevlm_keeps_the_views_asked_about():
+def test_litevlm_keeps_the_views_of_the_question():
     s = dataclasses.replace(signals((6, 1, 1)), saliency=litevlm.matches(["front", "rear"] * 3, "What is at the Rear?"))
     assert run(litevlm.LiteVLM(keep=0.5, lexical=10), s).anchor.tolist() == [1, 3, 5]
     scores = [max(cosine(view, word) for word in s.query) for view in s.features]

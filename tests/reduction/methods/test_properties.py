@@ -39,7 +39,7 @@ def test_module_keeps_to_the_protocol(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_literals_read_from_the_file_are_those_of_the_class(name):
+def test_facts_read_from_the_file_are_those_of_the_class(name):
     """`list` and `check` read them without torch."""
     outline, method = REGISTRY.outline(name), REGISTRY.get(name)
     literals = [key for key in vars(Reducer) if key.isupper()]
@@ -58,7 +58,7 @@ def test_count_is_the_budget(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_in_raster_order_and_from_the_image(name):
     for grid in GRIDS:
-        result = run(options(name), signals(grid)).check()  # anchors ascend, each a source of its own output
+        result = run(options(name), signals(grid)).require_valid()  # anchors ascend, each a source of its own output
         assert 1 <= len(result.anchor) <= math.prod(grid), grid
         assert result.apply(signals(grid).features).isfinite().all(), grid
 

@@ -18,7 +18,7 @@ def some(n, m, seed, scaled=False):
     target = torch.randint(-1, m, (n,), generator=g)
     target[anchor] = torch.arange(m)
     weight = torch.randint(1, 5, (n,), generator=g).float()
-    return Reduction(target, anchor, weight, 0.5 + torch.rand(m, generator=g) if scaled else None).check()
+    return Reduction(target, anchor, weight, 0.5 + torch.rand(m, generator=g) if scaled else None).require_valid()
 
 
 def slow_apply(r, x):
@@ -71,7 +71,7 @@ def test_sizes_count_tokens():
 @pytest.mark.parametrize("scaled", [(False, False), (True, False), (False, True), (True, True)])
 def test_chaining_is_applying_one_after_the_other(scaled):
     first, second = some(40, 17, 3, scaled[0]), some(17, 6, 4, scaled[1])
-    both, x = first.then(second).check(), torch.randn(40, 3, dtype=torch.float64)
+    both, x = first.then(second).require_valid(), torch.randn(40, 3, dtype=torch.float64)
     assert torch.allclose(both.apply(x), second.apply(first.apply(x)), atol=1e-6)
     assert torch.equal(both.anchor, first.anchor[second.anchor])
     assert both.sizes.sum() == (both.target >= 0).sum()
@@ -93,7 +93,7 @@ def test_side_by_side_is_each_by_itself(scaled):
     parts = [Reduction.identity(3), some(20, 8, 5, scaled), Reduction.identity(2), some(9, 4, 6)]
     x = torch.randn(34, 2, dtype=torch.float64)
     pieces = [part.apply(piece) for part, piece in zip(parts, x.split([3, 20, 2, 9]), strict=True)]
-    whole = Reduction.concat(parts).check()
+    whole = Reduction.concat(parts).require_valid()
     assert torch.allclose(whole.apply(x), torch.cat(pieces))
     assert torch.equal(whole.apply(x)[:3], x[:3]) and whole.anchor[11:13].tolist() == [23, 24]
 
@@ -107,7 +107,7 @@ def test_expand_undoes_what_dropped_nothing():
 
 def test_identity_returns_everything():
     x = torch.randn(5, 2).bfloat16()
-    assert torch.equal(Reduction.identity(5).check().apply(x), x)
+    assert torch.equal(Reduction.identity(5).require_valid().apply(x), x)
     assert torch.equal(some(9, 4, 5).then(Reduction.identity(4)).apply(torch.eye(9)), some(9, 4, 5).apply(torch.eye(9)))
 
 
@@ -123,10 +123,10 @@ def test_identity_returns_everything():
         ({"scale": torch.ones(3)}, "scale"),
     ],
 )
-def test_what_is_no_reduction_is_refused(change, message):
-    good = Reduction.join(torch.tensor([0, 0, 2])).check()
+def test_invalid_reductions_are_refused(change, message):
+    good = Reduction.join(torch.tensor([0, 0, 2])).require_valid()
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(good, **change).check()
+        dataclasses.replace(good, **change).require_valid()
 
 
 def test_misuse_is_refused():

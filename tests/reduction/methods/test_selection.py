@@ -69,7 +69,7 @@ def test_dart_keeps_as_many_as_published_where_that_is_the_budget():
     assert run(chosen, s).anchor.tolist() == sorted(kept)
 
 
-def test_dart_without_text_behind_the_image():
+def test_dart_without_text_after_the_image():
     s = signals()
     none = dict.fromkeys(("query", "query_keys"), s.query[:0])
     assert len(run(options("dart-llm", keep=0.5), type(s)(**vars(s) | none)).anchor) == 24
@@ -194,7 +194,7 @@ def test_uniform_spreads_over_frames():
     assert run(uniform.Uniform(keep=1 / 45), signals((5, 3, 3))).anchor.tolist() == [2 * 9 + 4]  # the centre
 
 
-def test_methods_that_drop_within_the_language_model_say_that_nothing_serves_them():
+def test_methods_within_the_language_model_are_labelled_unserved():
     for name in REGISTRY.names():
         if REGISTRY.get(name).STAGE == "llm":
             assert not REGISTRY.get(name).SERVED

@@ -20,7 +20,7 @@ def bare(image: Signals) -> Signals:
 
 
 @pytest.mark.parametrize(("name", "chosen"), SERVED)
-def test_a_served_method_looks_at_no_value(name, chosen):
+def test_a_served_method_reads_no_value(name, chosen):
     image = signals((3, 4, 4) if name == "evs" else (1, 6, 8))
     rows = served(name, bare(image), **chosen)
     adaptive = REGISTRY.get(name).COUNT == "adaptive"
@@ -28,12 +28,12 @@ def test_a_served_method_looks_at_no_value(name, chosen):
     assert rows.shape == (count, image.features.shape[1])
 
 
-def test_looking_at_signals_or_a_result_is_a_wait():
+def test_reading_signals_or_a_result_is_a_wait():
     image = bare(signals())
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         Signals(image.grid, features=image.features)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        Reduction.keep(torch.zeros(3, dtype=torch.int64, device="meta"), 48).check()
+        Reduction.keep(torch.zeros(3, dtype=torch.int64, device="meta"), 48).require_valid()
 
 
 BATCHED = [name for name in REGISTRY.names() if REGISTRY.get(name).BATCHED]
@@ -48,4 +48,6 @@ def test_images_at_once_are_reduced_as_each_by_itself(name):
     alone = [methods.reduce(reducer, image) for image in images]
     needed = [Signals(image.grid, features=image.features) for image in images]
     for result, expected in zip(_run._at_once(reducer, needed), alone, strict=True):
-        assert torch.equal(result.target, expected.target) and torch.equal(result.check().anchor, expected.anchor)
+        assert torch.equal(result.target, expected.target) and torch.equal(
+            result.require_valid().anchor, expected.anchor
+        )

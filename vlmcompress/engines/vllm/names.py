@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 
 TIMEOUT = 1800.0  # seconds for importing vLLM, and for building a model
 ENGINE = replace(
@@ -32,19 +32,19 @@ def tensor_places(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
         return {event["id"]: event for event in events if event["event"] == "answer"}
 
 
-def check_tensors(folder: Path) -> Finding:
+def examine_tensors(folder: Path) -> Check:
     """Check that vLLM uses all tensors of a checkpoint and misses none. Raises UserError if vLLM cannot be run."""
     placed = tensor_places({"": folder})[""]
     if "error" in placed:
-        return Finding("names", False, f"vLLM can't build the model of {folder}: {placed['error']}")
+        return Check("names", False, f"vLLM can't build the model of {folder}: {placed['error']}")
     if lost := placed["lost"]:
         first = min(lost)
         what = f"vLLM has no place for {len(lost)} tensors, first '{first}' ({lost[first]})"
-        return Finding(
+        return Check(
             "names", False, f"{what}; let `vlmcompress quantize` write the original again, it puts names right"
         )
     if missing := placed["missing"]:
         what = f"vLLM's {placed['class']} gets nothing for {len(missing)} parameters, first '{missing[0]}'"
-        return Finding("names", False, f"{what}; let `vlmcompress quantize` write the original again")
+        return Check("names", False, f"{what}; let `vlmcompress quantize` write the original again")
     text = f"vLLM's {placed['class']} takes all {len(placed['places'])} tensors by their names, and misses none"
-    return Finding("names", True, text)
+    return Check("names", True, text)

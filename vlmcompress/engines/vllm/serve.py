@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SERVER = Path(__file__).with_name("server.py")
 LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM rejects requests with `mm_processor_kwargs` (status 400)
+DOMAINS = "--allowed-media-domains"
 HOST = "127.0.0.1"
 AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
@@ -69,7 +70,7 @@ def serve(model: str | Path, *, host: str = HOST, port: int = 8000, **settings: 
         raise UserError(f"{model} is OpenVINO, which vLLM does not serve; ask it: python {model}/serve/ask_openvino.py")
     python = interpreter()
     arguments = arguments_of(model, host=host, port=port, **settings)
-    check_port(host, port)
+    require_free_port(host, port)
     if line := slow(model):
         note(line)
     text = [line_of(arguments), *remarks(arguments), f"\n{example(model, host, port)}\n"]
@@ -112,7 +113,7 @@ def vllm_server(
         UserError: there is no such checkpoint or no engine, the port is taken, or the server does not start.
     """
     model, port = Path(model), port or free_port()
-    check_port(HOST, port)
+    require_free_port(HOST, port)
     arguments = arguments_of(model, port=port, extra=flags, **settings)
     if line := slow(model):
         note(line)
@@ -182,11 +183,9 @@ def arguments_of(
             raise UserError(f"--{flag} is {value}, it should be at least {least}")
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
-    config: dict[str, Any] = schema.read_checked(
-        model_folder.Config, model / "config.json", "give a checkpoint's folder"
-    )
-    readers.refuse_unreadable(model, ["vllm"], "write another format with vlmcompress export")
-    check_length(max_model_len, config)
+    config: dict[str, Any] = schema.read_typed(model_folder.Config, model / "config.json", "give a checkpoint's folder")
+    readers.require_readable(model, ["vllm"], "write another format with vlmcompress export")
+    require_length(max_model_len, config)
     reducer = _reducer(model, config)
     arguments = [
         str(model.resolve()),
@@ -209,7 +208,7 @@ def arguments_of(
         arguments.append(TRUST)
     if not {AUTO_TOOLS, f"--no-{AUTO_TOOLS[2:]}", PARSER} & {flag.partition("=")[0] for flag in extra}:
         arguments += _tools(model, config)
-    _check_devices(model, config, extra)
+    _require_whole_groups(model, config, extra)
     if (last := speculation.last_setting(extra)) is not None:
         speculative, extra = last, speculation.without_setting(extra)
     if speculative is not None:
@@ -238,6 +237,12 @@ def remarks(arguments: Sequence[str]) -> list[str]:
     names, lines = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
         lines.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
+    listens = speculation.last_setting(arguments, ("--host",))
+    if listens not in (HOST, "localhost", "::1") and DOMAINS not in names:
+        lines.append(
+            f"warning: whoever reaches {listens} can have this server fetch any http address, also of its own network; "
+            f"{DOMAINS} HOST,... names those that it may."
+        )
     if TRUST in names and f"--no-{TRUST[2:]}" not in names:
         lines.append(
             "The reducer reads the question: all words of the prompt, or a request's "
@@ -303,7 +308,7 @@ def _tools(model: Path, config: dict) -> list[str]:
     return [AUTO_TOOLS, PARSER, spec.engine.tool_calls[0]]
 
 
-def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
+def _require_whole_groups(model: Path, config: dict, extra: Sequence[str]) -> None:
     """Raise `UserError` if the flags of `vllm serve` split a checkpoint over devices in a way that divides its scale
     groups."""
     count = speculation.last_setting(extra, ("--tensor-parallel-size", "-tp")) or ""
@@ -321,7 +326,7 @@ def _check_devices(model: Path, config: dict, extra: Sequence[str]) -> None:
         raise UserError(f"{model}: {problem}")
 
 
-def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
+def require_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a context longer than the model's, which vLLM refuses with a traceback.
 
     Scaled positions (YaRN, dynamic RoPE, ...) are left to vLLM; VLLM_ALLOW_LONG_MAX_MODEL_LEN disables the check.
@@ -340,7 +345,7 @@ def check_length(max_model_len: int | None, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_port(host: str, port: int) -> None:
+def require_free_port(host: str, port: int) -> None:
     """Raise `UserError` if the port can't be listened on."""
     if not 0 < port < 2**16:
         raise UserError(f"--port {port} is no port; choose one from 1 to {2**16 - 1}")

@@ -100,7 +100,7 @@ class ServedDecoder:
         return layers
 
 
-def check_config(config: Mapping[str, Any], file: Path) -> None:
+def require_counts(config: Mapping[str, Any], file: Path) -> None:
     """Raise `UserError` for a config.json with impossible counts in its text model."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
@@ -174,7 +174,7 @@ def tp_problem(decoder: ServedDecoder, tp: int) -> str | None:
     return next((f"an intermediate size of {size}" for size in sizes if size % tp), None)
 
 
-def tp_refusal(decoder: ServedDecoder, tp: int) -> str | None:
+def tp_problem_message(decoder: ServedDecoder, tp: int) -> str | None:
     """`tp_problem` as a message, with the numbers of devices that work; None if there is no problem."""
     problem = tp_problem(decoder, tp)
     fine = ", ".join(map(str, tp_choices(decoder))) if problem else ""
@@ -262,7 +262,7 @@ def read_served_model(path: Path) -> ServedModel:
     """Open the model in a folder. Raises `UserError` for an invalid config."""
     weights = has_weights(path)
     config = models.read_config(path, weights)
-    check_config(config, path / "config.json")
+    require_counts(config, path / "config.json")
     try:
         spec = models.spec_for(config)
     except UserError:

@@ -74,7 +74,7 @@ def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
             f"{FLAG}: vLLM has no Medusa any more since 0.33, and this is {engine.version}; serve with vLLM 0.32, or train a "
             "head of the kind that stays: vlmcompress draft OUT --kind eagle3"
         )
-    _check_model(model, method, engine.cpu)
+    _require_head(model, method, engine.cpu)
     return config
 
 
@@ -105,7 +105,7 @@ def _is_medusa(method: str, config: dict[str, Any]) -> bool:
         return False  # left to vLLM
 
 
-def _check_model(model: Path, method: str, cpu: bool) -> None:
+def _require_head(model: Path, method: str, cpu: bool) -> None:
     """Raise `UserError` if the checkpoint has no head for the method, or if the CPU build has no kernel for its decoder."""
     config = models.read_config(model, weights=False)
     try:

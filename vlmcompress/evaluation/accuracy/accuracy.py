@@ -53,7 +53,7 @@ class EvalOptions:
         engine, baseline_engine: the engines of the candidates and of the baseline.
         limit, seed: how many questions of each suite are chosen (None: all), and the seed of the choice.
         margin: suite -> allowed drop; "" for all other suites.
-        score: how answers to plain data are scored, see `free_answers.check_score`.
+        score: how answers to plain data are scored, see `free_answers.named_score`.
         journal: file to which answers are appended as they arrive; an interrupted run resumes from it unless `restart` is set.
         reading: how rows of plain data are read.
         marks: marks around thoughts, which are no part of an answer.
@@ -125,7 +125,7 @@ def evaluate_all(
         )
         for name in suites or [None]
     ]
-    named = free_answers.check_score(options.score, loaded)
+    named = free_answers.named_score(options.score, loaded)
     # Replay the report first, so that a missing suite fails before an engine starts.
     replayed = [_replay(recorded, suite.name) for suite in loaded] if recorded else None
     with ExitStack() as stack:

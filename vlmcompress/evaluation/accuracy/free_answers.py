@@ -1,6 +1,6 @@
 """Scores of answers to plain data (image, question, answer), which have right answers but no scoring rule.
 
-    named = check_score("auto", [suite])           # `--score`; None for `auto`
+    named = named_score("auto", [suite])           # `--score`; None for `auto`
     score = choose_score(named, suite, baseline)   # None for a suite with its own score
     after = score.applied(after)                   # both sides are scored in the same way
 
@@ -145,7 +145,7 @@ class Score:
         return dataclasses.replace(sample, score=number, parsed=value is not None)
 
 
-def check_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
+def named_score(name: str, suites: Sequence[LoadedSuite] = ()) -> Score | None:
     """The score with a name, checked before any question is asked; None for `auto`.
 
     Args:

@@ -227,7 +227,7 @@ def _custom(file: Path, reading: Reading, limit: int | None, seed: int) -> Loade
     from vlmcompress.evaluation.accuracy.lm import Conversations
 
     path = hub.local(file, "dataset", splits=hub.TEST)
-    loaded = sources.load_samples(path, samples=None, seed=0, check_images=False, answered=True, reading=reading)
+    loaded = sources.load_samples(path, samples=None, seed=0, decode_images=False, answered=True, reading=reading)
     samples, total = list(loaded), len(loaded) + len(loaded.skipped)
     bad, checked = dict(loaded.skipped), set[str]()
     while True:  # a replacement for a bad sample may be bad as well

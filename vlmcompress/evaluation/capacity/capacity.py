@@ -24,7 +24,7 @@ from vlmcompress.evaluation.capacity.weight_bytes import Speculation, Weights
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.models import VLM
 from vlmcompress.quantization.plan import kv_cache, roofline
-from vlmcompress.quantization.plan.findings import MEMORY_SHARE
+from vlmcompress.quantization.plan.examine import MEMORY_SHARE
 from vlmcompress.recipe.targets import Target
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
@@ -166,7 +166,7 @@ def plan_capacity(
     Args:
         rows: False: only loads, no formats. `formats`: the formats of rows; None: all formats of schemes.
     """
-    if problem := served_model.tp_refusal(model.decoder, request.tp):
+    if problem := served_model.tp_problem_message(model.decoder, request.tp):
         raise UserError(problem)
     notes: list[str] = []
     if model.spec is None and model.pictures and (request.pictures.images or request.pictures.video):
@@ -244,7 +244,7 @@ def _count(model: ServedModel, request: CapacityRequest, notes: list[str]) -> tu
             f"--reduce {chosen}: the family '{model.config.get('model_type')}' is not one that is reduced here"
         )
     try:
-        support.check_reducer(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
+        support.require_reducer(VLM(model.meta_model, None, model.spec, model.path), chosen, engine="vllm", files=False)
     except UserError as error:
         raise UserError(f"--reduce {chosen}: {error}") from error
     left = kept_tokens(counted, chosen, model.spec)

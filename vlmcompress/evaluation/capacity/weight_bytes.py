@@ -55,7 +55,7 @@ class Weights:
     stored: int | None
     scheme: Scheme | None = None
     others: tuple[str, ...] = ()
-    refused: str | None = None
+    problem: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ def formats(
         UserError: the layers of a quantized checkpoint can't be split over the devices.
     """
     if model.quantized:
-        _check_stored(model, devices)
+        _require_whole_layers(model, devices)
         return [Weights(model.quantized, "as stored", QUANTIZED, stored_bytes(model.stored))]
     if model.source is None:
         return [Weights("bf16", "bf16", "bf16", stored_bytes(model.stored))]
@@ -91,12 +91,12 @@ def formats(
             row = Weights(name, key, targets.format_key(scheme), None, scheme, options=options)
             rows_by_label[key] = _row(source, target, row, devices, vocabulary or {})
     rows = sorted(
-        rows_by_label.values(), key=lambda row: (row.refused is not None, row.scheme is not None, -(row.stored or 0))
+        rows_by_label.values(), key=lambda row: (row.problem is not None, row.scheme is not None, -(row.stored or 0))
     )
     return [replace(row, name="bf16") if row.scheme is None else row for row in rows]
 
 
-def _check_stored(model: ServedModel, devices: int) -> None:
+def _require_whole_layers(model: ServedModel, devices: int) -> None:
     """Raise `UserError` if the layers of a quantized checkpoint (in a supported format) can't be split over the devices."""
     if devices == 1 or model.spec is None or not model.headers:
         return
@@ -122,20 +122,20 @@ def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
 
 
 def _row(source: Source, target: str | None, row: Weights, devices: int, vocabulary: Mapping[str, str]) -> Weights:
-    """The row with its bytes, or with the reason for a refusal."""
+    """The row with its bytes, or with its problem."""
     scheme = row.scheme
-    if target and (reason := targets.get_target(target).refusal(row.key)):
-        return replace(row, refused=reason)
+    if target and (reason := targets.get_target(target).format_problem(row.key)):
+        return replace(row, problem=reason)
     if scheme is None:
         return replace(row, stored=stored_bytes(source.stored))
     settings: dict[str, Any] = {"model": str(source.path), "scheme": row.name, "options": dict(row.options)}
     settings |= vocabulary
-    recipe = resolve(settings | ({"target": target} if target else {}), refuse=False, weights="headers").recipe
-    plan = make_plan(recipe, source=source, refuse=False)
+    recipe = resolve(settings | ({"target": target} if target else {}), strict=False, weights="headers").recipe
+    plan = make_plan(recipe, source=source, strict=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
     torn = partition.partition_problem(planned.quantized_decoder_layers(plan), devices, target) if devices > 1 else None
     if carried or torn:
-        return replace(row, refused=carried[0] if carried else torn)
+        return replace(row, problem=carried[0] if carried else torn)
     return replace(row, stored=plan.bytes_after)
 
 

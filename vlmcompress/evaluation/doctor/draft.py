@@ -11,17 +11,17 @@ from vlmcompress import models
 from vlmcompress.export import draft_folder
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 from vlmcompress.utils.text import size
 
 
-def examine_draft(folder: Path, target: Path | None) -> list[Finding]:
+def examine_draft(folder: Path, target: Path | None) -> list[Check]:
     """Examine the draft in `folder` and its match with the checkpoint `target`: findings about files, values, sizes, and the
     target's identity. A draft of another checkpoint is a problem, as it guesses less well. `target` None: not checked."""
     try:
         draft = Draft.of(folder)
     except UserError as error:
-        return [Finding("draft files", False, str(error))]
+        return [Check("draft files", False, str(error))]
     examinations: dict[str, Callable[[], str]] = {
         "draft files": lambda: _files(draft),
         "draft values": lambda: _values(draft),
@@ -32,9 +32,9 @@ def examine_draft(folder: Path, target: Path | None) -> list[Finding]:
     findings = []
     for name, examine in examinations.items():
         try:
-            findings.append(Finding(name, True, examine()))
+            findings.append(Check(name, True, examine()))
         except UserError as error:
-            findings.append(Finding(name, False, str(error)))
+            findings.append(Check(name, False, str(error)))
     return findings
 
 
@@ -57,7 +57,7 @@ def _values(draft: Draft) -> str:
 
 
 def _sizes(draft: Draft, config: dict) -> str:
-    draft_folder.check_target(config, draft.images)
+    draft_folder.require_draft_target(config, draft.images)
     if problem := draft.mismatch(config):
         raise UserError(problem)
     taps = draft.settings.get("eagle_aux_hidden_state_layer_ids", [])

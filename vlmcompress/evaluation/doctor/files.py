@@ -30,7 +30,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file, support
 from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import Finding, error_text
+from vlmcompress.utils.messages import Check, error_text
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_headers import Entry, read_entries
 from vlmcompress.utils.text import size, smaller
@@ -40,7 +40,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 _NOT_FINITE, _NOT_POSITIVE = "holds NaN or infinity", "is not positive"
 
 
-def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) -> list[Finding]:
+def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) -> list[Check]:
     """Examine the checkpoint in `path`.
 
     Args:
@@ -56,21 +56,21 @@ def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) ->
     subject = _Subject(Path(path), source, weights)
     if subject.other and source is not None:
         raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
-    checks: dict[str, Finding] = {}
+    checks: dict[str, Check] = {}
     with models.quiet_transformers():
         for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
             if examine is _values and not weights:
                 continue
             failed = [need for need in needs if not checks[need].ok]
             if failed:
-                checks[name] = Finding(name, False, f"not examined because of: {', '.join(failed)}")
+                checks[name] = Check(name, False, f"not examined because of: {', '.join(failed)}")
                 continue
             try:
-                checks[name] = Finding(name, True, examine(subject))
+                checks[name] = Check(name, True, examine(subject))
             except UserError as error:
-                checks[name] = Finding(name, False, str(error))
+                checks[name] = Check(name, False, str(error))
             except Exception as error:  # damage may cause any error in the libraries that read these files
-                checks[name] = Finding(name, False, f"{type(error).__name__}: {error_text(error)}")
+                checks[name] = Check(name, False, f"{type(error).__name__}: {error_text(error)}")
     return list(checks.values())
 
 
@@ -161,10 +161,10 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The result of one pass over a file: the hash and size that the manifest records, and faults of its numbers."""
+    """The result of one pass over a file: the hash and size that the manifest records, and problems of its numbers."""
 
     described: dict[str, str | int]
-    faults: list[str]
+    problems: list[str]
 
 
 def _read_through(file: Path) -> _Pass:
@@ -173,7 +173,7 @@ def _read_through(file: Path) -> _Pass:
         entries = read_entries(file)
     except UserError:
         entries = []
-    digest, faults, size = hashlib.sha256(), list[str](), file.stat().st_size
+    digest, problems, size = hashlib.sha256(), list[str](), file.stat().st_size
     buffer = torch.empty(_PART, dtype=torch.uint8)
     memory = buffer.numpy().data
     with file.open("rb") as stream:
@@ -187,18 +187,21 @@ def _read_through(file: Path) -> _Pass:
             dtype = tensor_files.DTYPES[entry.spec.dtype]
             deque(parts(entry.start), 0)  # the header
             kinds = {
-                fault for part in parts(entry.end) if dtype.is_floating_point for fault in _faults(part.view(dtype))
+                problem
+                for part in parts(entry.end)
+                if dtype.is_floating_point
+                for problem in _number_problems(part.view(dtype))
             }
             if _NOT_FINITE in kinds:
-                faults.append(f"tensor '{entry.name}' in {file.name} {_NOT_FINITE}")
+                problems.append(f"tensor '{entry.name}' in {file.name} {_NOT_FINITE}")
             elif kinds and entry.name.endswith("_scale"):
-                faults.append(f"scale '{entry.name}' in {file.name} {_NOT_POSITIVE}")
+                problems.append(f"scale '{entry.name}' in {file.name} {_NOT_POSITIVE}")
         deque(parts(size), 0)
-    return _Pass({"sha256": digest.hexdigest(), "size": size}, faults)
+    return _Pass({"sha256": digest.hexdigest(), "size": size}, problems)
 
 
-def _faults(values: Tensor) -> Iterator[str]:
-    """The faults of `values`. Read as signed integers, floats have their own sign, and 0 is 0 or the least integer."""
+def _number_problems(values: Tensor) -> Iterator[str]:
+    """The problems of `values`. Read as signed integers, floats have their own sign, and 0 is 0 or the least integer."""
     if values.view(torch.uint8).numpy().view(f"i{values.dtype.itemsize}").min() <= 0:
         yield _NOT_POSITIVE
     if not tensor_files.all_finite(values):
@@ -255,7 +258,7 @@ def _reducer(subject: _Subject) -> str:
     if carried is None:
         return "none, all visual tokens are kept"
     vlm = models.VLM(subject.meta_model, None, subject.spec, subject.path)
-    support.check_reducer(vlm, carried.reducer)
+    support.require_reducer(vlm, carried.reducer)
     scorer_file.load_scorer(vlm.model.config, carried.reducer, subject.path)
     reason = support.engine_problem(subject.config["architectures"][0], carried.reducer)
     where = f"for transformers only: {reason}" if reason else "served by the plugin of vLLM"
@@ -385,8 +388,8 @@ def _types(subject: _Subject) -> str:
 
 def _values(subject: _Subject) -> str:
     for file in models.shards(subject.path):
-        for fault in subject.read_through(file).faults:
-            raise UserError(fault)
+        for problem in subject.read_through(file).problems:
+            raise UserError(problem)
     return "all numbers finite, all scales positive"
 
 

@@ -56,8 +56,7 @@ class LayerErrors:
         if not self.basis:
             return "the weights alone, as no calibration data were seen"
         prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
-        count = self.basis.get("samples")
-        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', after {prefix} blocks"
+        return f"{manifest.measured_text(self.basis)}, after {prefix} blocks"
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
     return result
 
 
-def incomparable_reasons(before: LayerErrors, after: LayerErrors) -> list[str]:
+def comparison_problems(before: LayerErrors, after: LayerErrors) -> list[str]:
     """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured in the same way."""
     reasons = []
     if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
@@ -193,7 +192,10 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 
 
 def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
-    """A warning for errors measured on fewer tokens than a layer has inputs, to which a solver can overfit; else empty."""
+    """A warning for errors measured on the calibration tokens, if they are fewer than a layer has inputs, to which a solver
+    overfits; else empty."""
+    if basis.get("held_out"):
+        return []
     try:
         config = json_files.read(folder / "config.json")
         width = int((config.get("text_config") or config)["hidden_size"])
@@ -205,5 +207,5 @@ def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     counts = " and ".join(f"{n} {kind}" for kind, n in few.items())
     return [
         f"only {counts} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
-        "take more --samples, or measure on other samples with --stats"
+        "take more --samples"
     ]

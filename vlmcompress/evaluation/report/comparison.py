@@ -102,12 +102,12 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, *, overwrit
     if len(inputs) > 1 and out.resolve() in inputs:
         raise UserError(f"{out} holds one of the runs; choose another folder for the report")
     if len(runs) == 1:
-        files.check_report_folder(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
+        files.require_replaceable_report(out, runs[0].baseline, runs[0].candidate, overwrite=overwrite)
         return files.write_report(runs[0], out)
     rows = summarise(runs)
     if overwritten := next((row.folder for row in rows if (out / row.folder).resolve() in inputs), None):
         raise UserError(f"{out / overwritten} holds one of the runs and would be replaced; choose another folder")
-    files.refuse_other_files(out, COMPARISON)
+    files.require_marked_folder(out, COMPARISON)
     for run, row in zip(runs, rows, strict=True):
         files.write_report(run, out / row.folder)
     plain = [{**asdict(r), "suites": {name: c.model_dump(mode="json") for name, c in r.suites.items()}} for r in rows]

@@ -43,7 +43,7 @@ def write_report(results: Results, folder: str | Path) -> dict[str, Path]:
     )
 
 
-def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> None:
+def require_replaceable_report(folder: Path, baseline: Side, candidate: Side, *, overwrite: bool) -> None:
     """Refuse a folder that a report on `candidate` against `baseline` must not replace. Call it before any work.
 
     Args:
@@ -52,7 +52,7 @@ def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwr
     Raises:
         UserError: the folder has files but is not a report, or has the report of other checkpoints.
     """
-    refuse_other_files(folder)
+    require_marked_folder(folder)
     if overwrite or not (folder / FILE).is_file():
         return
     earlier = load_results(folder)
@@ -63,7 +63,7 @@ def check_report_folder(folder: Path, baseline: Side, candidate: Side, *, overwr
         raise UserError(f"output {folder} has the report of {other}; choose another folder or pass --overwrite")
 
 
-def refuse_other_files(folder: Path, mark: str = FILE) -> None:
+def require_marked_folder(folder: Path, mark: str = FILE) -> None:
     """Raise `UserError` unless `folder` is empty or contains `mark`, the file that identifies our reports.
 
     A killed run leaves its journal, and what it was writing.

@@ -33,7 +33,7 @@ def layer_errors_json(first: LayerErrors, other: LayerErrors | None = None) -> d
         "summary": layer_errors.summarize_errors(first),
         "other": {**_described(other), "summary": layer_errors.summarize_errors(other)},
         "change": {kind: asdict(change) for kind, change in changes.items()},
-        "differences": layer_errors.incomparable_reasons(first, other),
+        "differences": layer_errors.comparison_problems(first, other),
         "layers": layers,
     }
 
@@ -85,7 +85,7 @@ def _changes(first: LayerErrors, other: LayerErrors) -> str:
     measure = OF_WEIGHTS if set(changes) == {"weight"} else OF_OUTPUTS
     lines = [f"{first.name} -> {other.name}: {measure}"]
     lines += dict.fromkeys(f"Measured on {errors.measured}." for errors in (first, other))
-    notes = [f"Note: {line}." for line in layer_errors.incomparable_reasons(first, other)]
+    notes = [f"Note: {line}." for line in layer_errors.comparison_problems(first, other)]
     notes += [f"{errors.name}: {line}" for errors in (first, other) for line in errors.notes]
     return "\n".join([*lines, table(rows), *largest(first if first.maxima else other), *notes])
 

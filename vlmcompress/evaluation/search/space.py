@@ -87,7 +87,7 @@ def usual(base: Mapping[str, Any], *, small: bool = False) -> Space:
         # Scales of a cache are stored with quantized layers, so it is not a separate factor, which would be tried alone.
         cached = [Choice(f"{name}, fp8 cache", {"scheme": name, "kv_cache": "fp8"}) for name in ("fp8", "int8")]
         weights.append(cached)
-    return _checked(base, factors)
+    return _supported(base, factors)
 
 
 def read_space(file: str | Path, base: Mapping[str, Any]) -> Space:
@@ -106,7 +106,7 @@ def read_space(file: str | Path, base: Mapping[str, Any]) -> Space:
         for key in {key for entry in factors[factor] for key in entry[0].keys}:
             if owner.setdefault(key, factor) != factor:
                 raise UserError(f"space {file}: {owner[key]} and {factor} both give {key}; put it into one of them")
-    return _checked(base, factors)
+    return _supported(base, factors)
 
 
 def _choice(entry: Mapping[str, Any], where: str) -> Choice:
@@ -129,7 +129,7 @@ def _words(keys: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key} {value}"
 
 
-def _checked(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Choice]]]) -> Space:
+def _supported(base: Mapping[str, Any], factors: Mapping[str, Sequence[Sequence[Choice]]]) -> Space:
     """Keep the first variant of each entry that the model and the target support."""
     left_out: dict[str, str] = {}
     usable, names = [], set[str]()

@@ -95,8 +95,8 @@ class Modelled:
 
     def _figures(self, candidate: Candidate) -> Figures | None:
         self._model = self._model or read_served_model(self.setup.model)
-        recipe = resolve({**self.setup.base, **candidate.keys}, refuse=bool(candidate.choices)).recipe
-        plan = make_plan(recipe, refuse=False)
+        recipe = resolve({**self.setup.base, **candidate.keys}, strict=bool(candidate.choices)).recipe
+        plan = make_plan(recipe, strict=False)
         scheme = recipe.number_formats
         row = Weights(recipe.scheme, label(scheme), targets.format_key(scheme), plan.bytes_after, scheme)
         try:

@@ -84,7 +84,7 @@ def open_prompts(
     )
     if source is None:
         return Prompts("generated images (dead leaves)", (), sizes or (DEFAULT_SIZE,), seed)
-    samples = load_samples(source, samples=None, seed=seed, check_images=False)
+    samples = load_samples(source, samples=None, seed=seed, decode_images=False)
     with_images = [sample for sample in samples if sample.images and not sample.videos]
     if not with_images:
         raise UserError(f"{source}: no row has an image; give --data with some, or --sizes for generated ones")

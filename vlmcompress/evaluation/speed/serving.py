@@ -117,7 +117,7 @@ def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[
             counted = counters.counters(running).since(before)
             if plan.in_llama_cpp(side):
                 counters.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
-            check(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
+            require_state(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
             of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
             runs.append(measure.burst_record(outcomes, duration, **of, slo=plan.slo, counters=counted))
     return runs, about
@@ -142,7 +142,7 @@ def _servers(
                 # An unmeasured burst of images that are not used again, or, for warm runs, of the same images.
                 number = plan.repeats if state == "cold" else 0
                 outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
-                _check_answered(outcomes, running)
+                _require_answers(outcomes, running)
                 if plan.in_llama_cpp(side):
                     about[side] = About(counters.server_version(running, llama_cpp=True), [], running.start_seconds)
                 else:
@@ -185,7 +185,7 @@ def burst(
     )
 
 
-def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcome]:
+def _require_answers(outcomes: Sequence[Outcome], running: Server) -> list[Outcome]:
     good = [outcome for outcome in outcomes if not outcome.error]
     if not good:
         raise UserError(
@@ -195,11 +195,11 @@ def _check_answered(outcomes: Sequence[Outcome], running: Server) -> list[Outcom
     return good
 
 
-def check(
+def require_state(
     plan: BenchPlan, state: State, running: Server, outcomes: Sequence[Outcome], prefix_hits: float, media_hits: int
 ) -> None:
     """Check that a run matches its state: images processed, caches used or not, all tokens generated; else `UserError`."""
-    good = _check_answered(outcomes, running)
+    good = _require_answers(outcomes, running)
     short = min(outcome.output_tokens for outcome in good)
     if short != plan.out_tokens:
         raise UserError(

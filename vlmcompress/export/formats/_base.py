@@ -108,7 +108,7 @@ class Reader(ExportFormat):
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
-    def check(self, config: Mapping[str, Any]) -> None:
+    def require_supported(self, config: Mapping[str, Any]) -> None:
         """Raise `UserError` for unsupported settings in a checkpoint's block that may change the meaning of the weights."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from typing_extensions import override
 from vlmcompress.export.formats._base import Reader, Writer
 from vlmcompress.export.packing import pack_words, to_float16, unpack_words
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, require_known_keys
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -146,14 +146,14 @@ class GptqFiles(Writer, Reader):
         return {"config.json": block, "quantize_config.json": block}
 
     @override
-    def check(self, config: Mapping) -> None:
+    def require_supported(self, config: Mapping) -> None:
         only: dict[str, Any] = {**INTEGERS, "is_marlin_format": (False,)}
         only |= dict.fromkeys(("format", "checkpoint_format"), ("gptq", "gptq_v2"))
         numbers = {"bits", "group_size", "sym", "desc_act"}
-        refuse_unknown(config, numbers | {"dynamic"}, IRRELEVANT | {"lm_head"}, only)
+        require_known_keys(config, numbers | {"dynamic"}, IRRELEVANT | {"lm_head"}, only)
         for pattern, changes in (config.get("dynamic") or {}).items():
             if not str(pattern).startswith("-:"):
-                refuse_unknown(changes, numbers, IRRELEVANT, INTEGERS, f"dynamic.{pattern}.")
+                require_known_keys(changes, numbers, IRRELEVANT, INTEGERS, f"dynamic.{pattern}.")
 
     @override
     def scheme_in(

@@ -24,7 +24,7 @@ from typing_extensions import override
 from vlmcompress.export.formats._base import Reader, Writer
 from vlmcompress.export.packing import parts, to_float16
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, refuse_unknown
+from vlmcompress.models.quantization_keys import INTEGERS, IRRELEVANT, require_known_keys
 from vlmcompress.numerics import Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -119,13 +119,13 @@ class Awq(Writer, Reader):
         return {"config.json": block}
 
     @override
-    def check(self, config: Mapping) -> None:
+    def require_supported(self, config: Mapping) -> None:
         read = {"version", "format", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "sym"}
         only = {**INTEGERS, "desc_act": (False,), "checkpoint_format": ("gemm",)}
         dynamic = config.get("dynamic") or {}
         # `dynamic` may only exclude layers
         excepted = {"dynamic"} if all(str(pattern).startswith("-:") for pattern in dynamic) else set()
-        refuse_unknown(config, read | excepted, IRRELEVANT | {"modules_to_not_convert", "lm_head"}, only)
+        require_known_keys(config, read | excepted, IRRELEVANT | {"modules_to_not_convert", "lm_head"}, only)
 
     @override
     def scheme_in(

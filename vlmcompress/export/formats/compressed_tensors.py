@@ -35,7 +35,7 @@ from typing_extensions import override
 from vlmcompress.export.formats._base import Reader, Writer
 from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.models.layer_names import EMBEDDING, Kept, Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import MXFP4, NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -317,7 +317,7 @@ class CompressedTensors(Writer, Reader):
         return stored
 
     @override
-    def check(self, config: Mapping) -> None:
+    def require_supported(self, config: Mapping) -> None:
         """Raise `UserError` for unsupported settings of the config block: rotations at run time, rounded outputs, ...
 
         The arguments of a config group must equal those that we would write for its scheme.
@@ -332,17 +332,17 @@ class CompressedTensors(Writer, Reader):
             "sparsity_config": (config.get("sparsity_config") or {}).get("format") in (None, "dense"),
             "kv_cache_scheme": _meaning(config.get("kv_cache_scheme") or {}) == _meaning(_KV_CACHE),
         }
-        refuse_unknown(config, {"config_groups", "ignore", *(key for key, right in plain.items() if right)}, _ABOUT)
+        require_known_keys(config, {"config_groups", "ignore", *(key for key, right in plain.items() if right)}, _ABOUT)
         for name, group in (config.get("config_groups") or {}).items():
             at = f"config_groups.{name}."
-            refuse_unknown(group, {"targets", "weights", "input_activations"}, {"format"}, at=at)
+            require_known_keys(group, {"targets", "weights", "input_activations"}, {"format"}, at=at)
             scheme = scheme_of(group)
             written = {"weights": _weight_args(scheme.weights), "input_activations": _activation_args(scheme)}
             for part, args in written.items():
                 if args is not None:
-                    refuse_unknown(group[part], _ARGUMENTS, _OBSERVED, _ORDERS, f"{at}{part}.")
+                    require_known_keys(group[part], _ARGUMENTS, _OBSERVED, _ORDERS, f"{at}{part}.")
                     same = {key: (value,) for key, value in _meaning(args).items()}
-                    refuse_unknown(_meaning(group[part]), (), (), same, f"{at}{part}.")
+                    require_known_keys(_meaning(group[part]), (), (), same, f"{at}{part}.")
 
     @override
     def configs(self, layers: Layers) -> dict[str, dict]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from vlmcompress.export.formats._base import Reader
 from vlmcompress.models.layer_names import Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -50,14 +50,14 @@ class Fp8(Reader):
         return layer | ({"input_scale": Spec(dtype, ())} if static else {})
 
     @override
-    def check(self, config: Mapping) -> None:
+    def require_supported(self, config: Mapping) -> None:
         only = {
             "activation_scheme": ("dynamic", "static"),
             "fmt": ("e4m3", "float8_e4m3fn"),
             "scale_fmt": ("float",),
             "is_checkpoint_fp8_serialized": (True,),
         }
-        refuse_unknown(
+        require_known_keys(
             config,
             {"weight_block_size", "modules_to_not_convert", "ignored_layers"},
             {"quant_method", "dequantize"},

@@ -28,7 +28,7 @@ from typing_extensions import override
 from vlmcompress.export.formats._base import EngineFiles, Parts
 from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.plan import TensorPlan, check_complete, planned
+from vlmcompress.export.gguf.plan import TensorPlan, require_complete, planned
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils import tensor_files
@@ -123,7 +123,7 @@ class Gguf(EngineFiles):
     @override
     def family_problems(self, folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
         """llama.cpp computes the family differently, or the tokenizer differs."""
-        reasons = REGISTRY.get(family).FAMILY.check(ModelFacts(config, {}))
+        reasons = REGISTRY.get(family).FAMILY.problems(ModelFacts(config, {}))
         try:
             metadata(folder, config["text_config"]["vocab_size"], config)
         except UserError as error:
@@ -162,7 +162,7 @@ class Gguf(EngineFiles):
             MMPROJ: ("clip", gguf_family.vision, planned(gguf_family.vision, parts, facts, "vision")),
         }
         tensors = [plan for *_, plans in files.values() for plan in plans]
-        check_complete(gguf_family, parts, tensors)
+        require_complete(gguf_family, parts, tensors)
         total, done = sum(plan.nbytes for plan in tensors), 0
         for name, (architecture, model, plans) in files.items():
             keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}

@@ -35,7 +35,7 @@ from vlmcompress.export.packing import pack_words, unpack_words
 from vlmcompress.export.readers import ENGINES
 from vlmcompress.models import all_specs
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import FLOAT8, MXFP4, MXFP8, NVFP4, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Entry, Spec
@@ -178,13 +178,13 @@ class Mlx(Writer, Reader):
         )
 
     @override
-    def check(self, config: Mapping[str, Any]) -> None:
+    def require_supported(self, config: Mapping[str, Any]) -> None:
         read, layers = {"group_size", "bits", "mode", "symmetric"}, dict[str, Any]()
         for key, value in config.items():
             layers |= {key: value} if isinstance(value, (Mapping, bool)) and key not in read else {}
-        refuse_unknown(config, read | layers.keys(), {"quant_method"})
+        require_known_keys(config, read | layers.keys(), {"quant_method"})
         for key, value in layers.items():
-            refuse_unknown(value if isinstance(value, Mapping) else {}, read, (), None, f"{key}.")
+            require_known_keys(value if isinstance(value, Mapping) else {}, read, (), None, f"{key}.")
 
     @override
     def renamed(self, entries: Sequence[Entry], state: Mapping[str, Tensor]) -> list[Entry]:

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from vlmcompress.export.formats._base import Reader, Writer
 from vlmcompress.models.layer_names import Layers, Names
-from vlmcompress.models.quantization_keys import refuse_unknown
+from vlmcompress.models.quantization_keys import require_known_keys
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, pack_fp4, unpack_fp4
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
@@ -145,7 +145,7 @@ class ModelOpt(Writer, Reader):
         }
 
     @override
-    def check(self, config: Mapping) -> None:
+    def require_supported(self, config: Mapping) -> None:
         """Raise `UserError` for unsupported settings of the config block or of a layer in it.
 
         `config_groups` repeat the meaning of `quant_algo` (ModelOpt's `convert_hf_quant_config_format`).
@@ -154,11 +154,11 @@ class ModelOpt(Writer, Reader):
         layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
         only = {**layer, "kv_cache_scheme": kv, "kv_cache_quant_algo": kv}
         read = {"quant_algo", "quantized_layers", "ignore", "exclude_modules"}
-        refuse_unknown(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
+        require_known_keys(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
         quantization = config.get("quantization") or {}
-        refuse_unknown(quantization, read, (), only, "quantization.")
+        require_known_keys(quantization, read, (), only, "quantization.")
         for name, of_layer in ((quantization or config).get("quantized_layers") or {}).items():
-            refuse_unknown(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
+            require_known_keys(of_layer, {"quant_algo"}, (), layer, f"quantized_layers.{name}.")
 
     @override
     def scheme_in(

@@ -136,7 +136,7 @@ class OpenVino(EngineFiles):
         images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get(
             "image_processor", {}
         )
-        return openvino_family.check(config) + [
+        return openvino_family.problems(config) + [
             f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
             for name, value in openvino_family.fixed_images.items()
             if images.get(name, value) != value

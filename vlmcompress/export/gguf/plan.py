@@ -77,7 +77,7 @@ def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list
     return sorted(plans, key=lambda plan: int(block[1]) if (block := re.search(r"\.(\d+)\.", plan.name)) else -1)
 
 
-def check_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
+def require_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
     """Raise `UserError` for a parameter that no rule covers."""
     used = {source for plan in plans for source in plan.sources}
     for name in parts.names:

@@ -82,7 +82,7 @@ class GgufFamily:
         unused: name prefixes of parameters that llama.cpp does not read.
         image: the text of an image in a rendered chat prompt.
         marker: its replacement in a prompt for llama.cpp, with `{}` for the marker of media.
-        check: function to the reasons, one line each, why llama.cpp cannot run the checkpoint.
+        problems: function to the reasons, one line each, why llama.cpp cannot run the checkpoint.
     """
 
     arch: Value
@@ -91,7 +91,7 @@ class GgufFamily:
     image: str
     marker: str = "{}"
     unused: tuple[str, ...] = ()
-    check: Callable[[ModelFacts], list[str]] = lambda facts: []
+    problems: Callable[[ModelFacts], list[str]] = lambda facts: []
 
 
 def at(path: str, kind: type | None = None) -> Value:

@@ -7,9 +7,11 @@ TOKENS`, where TEXTS and TOKENS are JSON files.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -98,8 +100,13 @@ def main() -> None:
         with opener.open(call) as response:
             tokens.append(json.load(response)["tokens"])
     Path(result).write_text(json.dumps(tokens), encoding="utf-8")
+    os._exit(0)  # here, as xllamacpp's `~Server` waits for ever for the end of a loop that has not begun yet
 
 
 if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
-    main()
+    try:
+        main()
+    except Exception:  # which holds the server
+        traceback.print_exc()
+        os._exit(1)

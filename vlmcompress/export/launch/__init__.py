@@ -20,25 +20,26 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.export.launch import _grafana
-from vlmcompress.export.readers import LoadFacts, load_verdict
+from vlmcompress.export.readers import LoadFacts, engine_support
 from vlmcompress.utils.registry import LAUNCHERS as REGISTRY
 
 __all__ = ["REGISTRY", "commands", "render_launch_files", "refusal"]
 
 _NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and override those in the file:
 `PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
-an API key and a proxy in front of anything that others can reach."""
+an API key and a proxy in front of anything that others can reach. Servers fetch images from any address that a request
+names; vLLM's only from the hosts in MEDIA_DOMAINS (`"a.org b.org"`), if that is set."""
 _LENGTHS = {"vllm.sh": "--max-model-len", "llamacpp.sh": "--ctx-size"}  # the flag of a context's length
 _DASHBOARD = """`grafana.json` is a dashboard of vLLM's Prometheus metrics (`/metrics` of the server): import it in Grafana and
 choose the data source."""
 
 
-def refusal(name: str, facts: LoadFacts) -> str | None:
+def launch_problem(name: str, facts: LoadFacts) -> str | None:
     """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None if it has files."""
     launcher = REGISTRY.get(name)
     if launcher.GPUS and facts.machine and facts.machine.capability is None:
         return f"its files are for NVIDIA GPUs, and the target is {facts.machine.title}"
-    reason = load_verdict(launcher.ENGINE, facts).reason
+    reason = engine_support(launcher.ENGINE, facts).reason
     return reason or (launcher.further(facts) if hasattr(launcher, "further") else None)
 
 
@@ -48,7 +49,7 @@ def render_launch_files(facts: LoadFacts) -> dict[str, str]:
     texts: dict[str, str] = {}
     for launcher in _loading(facts).values():
         texts |= launcher.files(facts)
-    if refusal("vllm", facts) is None:
+    if launch_problem("vllm", facts) is None:
         texts["grafana.json"] = _grafana.dashboard(facts)
     return texts | {"README.md": _readme(facts, list(texts))}
 
@@ -68,7 +69,7 @@ def command(name: str, facts: LoadFacts) -> str:
 
 def _loading(facts: LoadFacts) -> dict[str, Any]:
     """The entries that have files for a checkpoint, by name."""
-    return {name: REGISTRY.get(name) for name in REGISTRY if refusal(name, facts) is None}
+    return {name: REGISTRY.get(name) for name in REGISTRY if launch_problem(name, facts) is None}
 
 
 def _readme(facts: LoadFacts, paths: list[str]) -> str:
@@ -76,7 +77,7 @@ def _readme(facts: LoadFacts, paths: list[str]) -> str:
     rows, missing = [], []
     for name in REGISTRY:
         launcher = REGISTRY.get(name)
-        reason = refusal(name, facts)
+        reason = launch_problem(name, facts)
         if reason is None:
             of_launcher = ", ".join(f"`{path}`" for path in launcher.files(facts))
             rows.append(f"| {launcher.TITLE} | {of_launcher} | `{command(name, facts)}` | {launcher.CHECKED} |")
@@ -91,7 +92,7 @@ def _readme(facts: LoadFacts, paths: list[str]) -> str:
     if facts.machine and any(launcher.ENGINE == "vllm" or launcher.GPUS for launcher in _loading(facts).values()):
         count = f"{facts.gpus} of them" if facts.gpus > 1 else "one of them"
         sections.append(f"Flags are for {facts.machine.title}, {count}.")
-    if facts.reducer and refusal("vllm", facts) is None:
+    if facts.reducer and launch_problem("vllm", facts) is None:
         sections.append(
             f"The checkpoint carries the reducer `{facts.reducer.label}`: vLLM needs vlmcompress's plugin next to it "
             "(`pip install vlmcompress` in its environment). `vlmcompress serve` starts the same server."

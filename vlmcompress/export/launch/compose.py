@@ -18,6 +18,7 @@ CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
 ENGINE, GPUS = "vllm", True
 IMAGE = "vllm/vllm-openai:v0.32.0"
+NOWHERE = "none.invalid"  # a host that can't exist (RFC 2606): vLLM fetches any address without a list of allowed hosts
 _DOCKERFILE = f"""# vLLM with vlmcompress's plugin, which the checkpoint's reducer needs.
 FROM {IMAGE}
 # A name in your index, the address of a wheel, or git+https://...
@@ -25,13 +26,14 @@ ARG VLMCOMPRESS=vlmcompress
 RUN pip install --no-cache-dir "$VLMCOMPRESS"
 """
 _HEAD = """# {name} in vLLM, for `docker compose -f serve/compose.yaml up`. Written by vlmcompress.
-# Reachable from this machine only: change 127.0.0.1 to publish it, and set --api-key then.
+# Reachable from this machine only: change 127.0.0.1 to publish it, and set --api-key then. Images come within requests;
+# to have them fetched from addresses, put the allowed hosts in the place of {nowhere}.
 """
 
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
     """`compose.yaml`, and `Dockerfile` where the checkpoint carries a reducer."""
-    compose = _HEAD.format(name=facts.name) + documents(_compose(facts))
+    compose = _HEAD.format(name=facts.name, nowhere=NOWHERE) + documents(_compose(facts))
     return {"compose.yaml": compose} | ({"Dockerfile": _DOCKERFILE} if facts.reducer else {})
 
 
@@ -47,7 +49,8 @@ def image(facts: LoadFacts) -> str:
 
 def arguments(facts: LoadFacts) -> list[str]:
     """The whole command in a container that has the checkpoint at `/model`."""
-    return ["vllm", "serve", "/model", *vllm.flags(facts), "--host", "0.0.0.0", "--port", "8000"]
+    address = ["--host", "0.0.0.0", "--port", "8000", "--allowed-media-domains", NOWHERE]
+    return ["vllm", "serve", "/model", *vllm.flags(facts), *address]
 
 
 def _compose(facts: LoadFacts) -> dict[str, Any]:

@@ -18,14 +18,17 @@ CHECKED = "structure and vLLM's flags checked in our tests, not run"
 
 ENGINE, GPUS = "vllm", True
 _HEAD = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kubernetes.yaml`. Written by vlmcompress.
-# The claim {claim} is expected to hold the checkpoint's files.{image}
+# The claim {claim} is expected to hold the checkpoint's files. Images come within requests; to have them fetched from
+# addresses, put the allowed hosts in the place of {nowhere}.{image}
 """
 _IMAGE = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, and name it below."
 
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
     """`kubernetes.yaml`."""
-    head = _HEAD.format(name=facts.name, claim=_claim(facts), image=_IMAGE if facts.reducer else "")
+    head = _HEAD.format(
+        name=facts.name, claim=_claim(facts), nowhere=compose.NOWHERE, image=_IMAGE if facts.reducer else ""
+    )
     label = {"app.kubernetes.io/name": facts.resource}
     service = {
         "apiVersion": "v1",

@@ -23,6 +23,8 @@ CHECKED = "executed by our tests on vLLM's CPU build"
 IMAGES = 4
 # If VLLM_PLUGINS lists the plugins to load, it must include the reducer's.
 PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
+# Hosts from which requests may have images fetched, separated by spaces; without it vLLM fetches any address.
+DOMAINS = "${MEDIA_DOMAINS:+--allowed-media-domains $MEDIA_DOMAINS}"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
@@ -61,6 +63,11 @@ def flags(facts: LoadFacts) -> list[str]:
     return flags
 
 
+def address(port: int) -> str:
+    """The flags that the shell expands from HOST, PORT and MEDIA_DOMAINS; `port`: the default port."""
+    return f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}" {DOMAINS}'
+
+
 def environment(facts: LoadFacts) -> dict[str, str]:
     """Environment variables that the checkpoint needs on its machine."""
     capability = facts.machine.capability if facts.machine else None
@@ -80,10 +87,14 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
             PLUGIN,
         ]
     lines += [f"export {key}={value}" for key, value in environment(facts).items()]
-    lines.append("# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any.")
-    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
+    lines.append(
+        "# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any. MEDIA_DOMAINS: the"
+    )
+    lines.append(
+        "# hosts from which requests may have images fetched; by default all. Set it where others reach the server."
+    )
     title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
-    lines.append(execute('vllm serve "$MODEL"', flags(facts), address))
+    lines.append(execute('vllm serve "$MODEL"', flags(facts), address(8000)))
     speculative = [
         "# Proposes what followed the same words before: a gain if answers repeat the prompt (documents, code), a small",
         "# cost otherwise. At temperature 0, answers are the same except for rounding. Measure before you keep it.",
@@ -112,13 +123,12 @@ def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
     """
     named = {"method": "eagle3"} if method == "eagle3" else {}
     setting = json.dumps({**named, "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
-    address = '--host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"'
     lines = [
         'DRAFT="$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)"',
         f'[ "$MODEL" != "$DRAFT" ] || {{ echo "set MODEL to the folder of {facts.name}" >&2; exit 2; }}',
         *([PLUGIN] if facts.reducer else []),
         *(f"export {key}={value}" for key, value in environment(facts).items()),
-        execute('vllm serve "$MODEL"', flags(facts), address, f'--speculative-config "{setting}"'),
+        execute('vllm serve "$MODEL"', flags(facts), address(8000), f'--speculative-config "{setting}"'),
     ]
     return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head next to this folder", *lines)}
 

@@ -20,12 +20,14 @@ TITLE = "vLLM 0.32, encode, prefill and decode apart"
 CHECKED = "encode and prefill-decode executed by our tests on vLLM's CPU build, the others read by vLLM's own parser"
 
 _ROLES = """# Roles: encode | prefill-decode (two servers), or encode | prefill | decode (three). STORE is a folder
-# that the encoder and the next stage share; keep it in memory. A request goes to the encoder with max_tokens 1, then,
-# unchanged, to the next stage; from prefill to decode, with the parameters that the prefill server answers. vLLM has
-# a proxy for it:
+# that the encoder and the next stage share, in memory and yours alone: STORE=$(mktemp -d -p /dev/shm). A request
+# goes to the encoder with max_tokens 1, then, unchanged, to the next stage; from prefill to decode, with the
+# parameters that the prefill server answers. vLLM has a proxy for it:
 # examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py
 ROLE="${1:?role: encode, prefill-decode, prefill or decode}"
-shift"""
+shift
+[ "$ROLE" = decode ] || : "${STORE:?the folder that encoder and next stage share; make one by mktemp -d -p /dev/shm}"
+"""
 
 
 def further(facts: LoadFacts) -> str | None:
@@ -36,27 +38,27 @@ def further(facts: LoadFacts) -> str | None:
 
 def files(facts: LoadFacts) -> Mapping[str, str]:
     """`vllm-split.sh`, which takes the role as its first argument."""
-    lines = [_ROLES, f'STORE="${{STORE:-/dev/shm/{facts.resource}-encoded}}"', 'mkdir -p "$STORE"']
+    lines = [_ROLES.rstrip()]
     if facts.reducer:
         lines.append(f"{vllm.PLUGIN}  # the reducer's plugin")
     lines += [f"export {key}={value}" for key, value in vllm.environment(facts).items()]
     lines.append('case "$ROLE" in')
     for role, (port, role_flags, raw) in _roles().items():
         flags = _encoding(vllm.flags(facts)) if role == "encode" else vllm.flags(facts)
-        address = f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}"'
         channel = {"prefill": 5559, "decode": 6000}.get(role)  # two NIXL servers of one machine must not share a port
         lines += [f"{role})"]
         lines += (
             [f'export VLLM_NIXL_SIDE_CHANNEL_PORT="${{VLLM_NIXL_SIDE_CHANNEL_PORT:-{channel}}}"'] if channel else []
         )
-        lines += [execute('vllm serve "$MODEL"', [*flags, *role_flags], *raw, address), ";;"]
+        lines += [execute('vllm serve "$MODEL"', [*flags, *role_flags], *raw, vllm.address(port)), ";;"]
     lines += ['*) echo "no role $ROLE: encode, prefill-decode, prefill or decode" >&2; exit 2 ;;', "esac"]
     return {"vllm-split.sh": script(f"{facts.name} in {TITLE}", *lines)}
 
 
 def command(facts: LoadFacts) -> str:
     """The lines that start two servers, from the checkpoint's folder."""
-    return "sh serve/vllm-split.sh encode & sh serve/vllm-split.sh prefill-decode"
+    servers = "sh serve/vllm-split.sh encode & sh serve/vllm-split.sh prefill-decode"
+    return f'export STORE="$(mktemp -d -p /dev/shm)"; {servers}'
 
 
 def _roles() -> dict[str, tuple[int, list[str], list[str]]]:

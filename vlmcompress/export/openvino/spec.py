@@ -161,7 +161,7 @@ class OpenvinoFamily:
         fixed_images: settings of the image processor that are fixed in the pipeline.
         settings: function from a reader of parameters to further entries of config.json for the pipeline.
         unused: name prefixes of parts that the pipeline does not support.
-        check: function from transformers' configuration, as JSON data, to the reasons why it cannot be written, one per line.
+        problems: function from transformers' configuration, as JSON data, to why it cannot be written, a line each.
     """
 
     graphs: Callable[[Any], Mapping[str, Graph]]
@@ -175,7 +175,7 @@ class OpenvinoFamily:
     fixed_images: Mapping[str, Any] = field(default_factory=dict)
     settings: Callable[[Callable[[str], Tensor]], Mapping[str, Any]] = lambda read: {}
     unused: tuple[str, ...] = ()
-    check: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
+    problems: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
 
 
 def decoder_problems(config: Mapping[str, Any]) -> list[str]:

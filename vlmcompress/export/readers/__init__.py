@@ -1,7 +1,7 @@
 """Which engines load a checkpoint: a table of engines and formats, and functions that query it.
 
-    facts = gather_facts(config, "OUT")        # from config.json
-    load_verdict("sglang", facts).reason       # "of gptq-v2 it reads only 4 and 8 bits without zero points"; None: it loads it
+    facts = gather_facts(config, "OUT")  # from config.json
+    engine_support("sglang", facts).reason  # "of gptq-v2 it reads only 4 and 8 bits without zero points"; None: it loads it
 
 `doctor`, `check`, `serve`, `eval`, `bench`, model cards, launch files and the tables in docs/exporting.md use it. The table is
 in `_table.py`: a new engine is a new entry there. `vlmcompress.recipe.targets` has the formats that each machine runs.
@@ -26,7 +26,7 @@ _EVAL = {"vllm": "vllm", "hf": "transformers", "llamacpp": "llamacpp", "openvino
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EngineSupport:
     """Whether an engine loads a checkpoint.
 
     Attributes:
@@ -46,17 +46,17 @@ class Verdict:
     evidence: str = ""
 
 
-def load_verdict(engine: str, facts: LoadFacts) -> Verdict:
+def engine_support(engine: str, facts: LoadFacts) -> EngineSupport:
     """Whether an engine, by its name in `ENGINES`, loads a checkpoint with these facts."""
     row = ENGINES[engine]
     cell = row.formats.get(facts.format, row.other.format(facts.format))
     if isinstance(cell, str):
-        return Verdict(row.title, cell)
+        return EngineSupport(row.title, cell)
     traits = [name for name in ("zero_points", "embeddings", "experts") if getattr(facts, name)]
     needs = next((cell.instead[trait] for trait in traits if trait in cell.instead), cell.needs)
     if facts.reducer and row.reducers == "served":
         needs = (*needs, "vlmcompress")
-    return Verdict(
+    return EngineSupport(
         row.title,
         _lacking(row, facts) or _unread(cell, facts),
         needs,
@@ -66,9 +66,9 @@ def load_verdict(engine: str, facts: LoadFacts) -> Verdict:
     )
 
 
-def verdicts(facts: LoadFacts) -> dict[str, Verdict]:
+def verdicts(facts: LoadFacts) -> dict[str, EngineSupport]:
     """The verdict of each engine, by its name."""
-    return {name: load_verdict(name, facts) for name in ENGINES}
+    return {name: engine_support(name, facts) for name in ENGINES}
 
 
 def readers_summary(facts: LoadFacts) -> str:
@@ -88,7 +88,7 @@ def readers_summary(facts: LoadFacts) -> str:
     return without + "; ".join(texts)
 
 
-def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
+def require_readable(folder: str | Path, engines: Sequence[str], remedy: str = "") -> None:
     """Raise `UserError` for a checkpoint that none of `engines` is known to load, before they start.
 
     Formats and engines that are not in the table are not checked, nor is a folder without a config.json.
@@ -107,11 +107,11 @@ def refuse_unreadable(folder: str | Path, engines: Sequence[str], remedy: str = 
     # `hf, divprune:0.5` is transformers with a reducer
     names = [_EVAL.get(name.partition(",")[0], name) for name in engines]
     in_table = all(name in ENGINES for name in names) and any(facts.format in row.formats for row in ENGINES.values())
-    each = [load_verdict(name, facts) for name in names] if in_table else []
+    each = [engine_support(name, facts) for name in names] if in_table else []
     if not in_table or any(answer.reason is None for answer in each):
         return
     if not remedy:
-        loading = [name for name in _EVAL if load_verdict(_EVAL[name], facts).reason is None]
+        loading = [name for name in _EVAL if engine_support(_EVAL[name], facts).reason is None]
         take = f"take eval --engine {' or '.join(loading)} (--baseline-engine, if it is the baseline), or "
         remedy = f"{take if loading else ''}write another format with vlmcompress export"
     raise UserError(f"{each[0].title} does not load {folder}: {each[0].reason}; {remedy}")

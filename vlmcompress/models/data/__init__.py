@@ -13,5 +13,5 @@ from vlmcompress.models.data.sources import (
     load_mixed,
     load_samples,
     preview,
-    refuse_missing,
+    require_source,
 )

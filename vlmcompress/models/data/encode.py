@@ -107,17 +107,17 @@ def encode_usable(
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
     if bad and (many or not usable.samples):
-        check_processor_and_template(vlm)
+        try_processor_and_template(vlm)
         raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
     return usable
 
 
 def encode_prompt(sample: Sample, vlm: VLM) -> Inputs:
     """Encode a sample without its answer: model inputs ready for `model.generate`. Raises `BadSample` as `encode` does."""
-    _check_characters(sample, vlm, None)
+    _require_short_texts(sample, vlm, None)
     inputs = _process(sample, sample.prompt(), _media(sample, vlm.processor), vlm, generation=True)
-    _check_tokens(sample, inputs, vlm, None)
-    _check_vision(sample, inputs, Features(vlm))
+    _require_length(sample, inputs, vlm, None)
+    _require_placeholders(sample, inputs, Features(vlm))
     return inputs
 
 
@@ -144,7 +144,7 @@ class ProcessorRefused(Refused):
     FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def check_processor_and_template(vlm: VLM) -> None:
+def try_processor_and_template(vlm: VLM) -> None:
     """Encode a plain question about a plain image.
 
     Raises:
@@ -205,11 +205,11 @@ def chat_template(processor: Any) -> str:
 
 def _encode_one(sample: Sample, features: Features, max_length: int | None) -> Inputs:
     vlm = features.vlm
-    _check_characters(sample, vlm, max_length)
+    _require_short_texts(sample, vlm, max_length)
     turns, media = sample.conversation(), _media(sample, vlm.processor)
     inputs = _process(sample, turns, media, vlm, generation=False)
-    _check_tokens(sample, inputs, vlm, max_length)
-    _check_vision(sample, inputs, features)
+    _require_length(sample, inputs, vlm, max_length)
+    _require_placeholders(sample, inputs, features)
     inputs["modality"] = _modality(sample, turns, media, inputs, vlm)
     return inputs
 
@@ -222,7 +222,7 @@ def _limit(vlm: VLM, max_length: int | None) -> tuple[int, str] | None:
     return (context, "context") if context else None
 
 
-def _check_characters(sample: Sample, vlm: VLM, max_length: int | None) -> None:
+def _require_short_texts(sample: Sample, vlm: VLM, max_length: int | None) -> None:
     """Raise `BadSample` for texts that are too long whatever the tokenizer makes of them (`TOKEN`)."""
     count = sum(len(part.get("text", "")) for turn in sample.conversation() for part in turn["content"])
     if (limit := _limit(vlm, max_length)) and count > TOKEN * limit[0]:
@@ -232,7 +232,7 @@ def _check_characters(sample: Sample, vlm: VLM, max_length: int | None) -> None:
         )
 
 
-def _check_tokens(sample: Sample, inputs: Inputs, vlm: VLM, max_length: int | None) -> None:
+def _require_length(sample: Sample, inputs: Inputs, vlm: VLM, max_length: int | None) -> None:
     length, limit = inputs["input_ids"].shape[1], _limit(vlm, max_length)
     if limit and length > limit[0]:
         vision = int(_visual(inputs["input_ids"], vlm).sum())
@@ -245,7 +245,7 @@ def _check_tokens(sample: Sample, inputs: Inputs, vlm: VLM, max_length: int | No
 def _media(sample: Sample, processor: Any) -> Media:
     """Decode a sample's images, and the frames of its videos that the model gets."""
     if sample.videos:
-        video.check_videos(processor, sample.name, bool(sample.images))
+        video.require_video_support(processor, sample.name, bool(sample.images))
     return {"image": list(sample.images), "video": [media.frames(processor) for media in sample.videos]}
 
 
@@ -301,7 +301,7 @@ def _process(sample: Sample, turns: list[Turn], media: Media, vlm: VLM, *, gener
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _check_vision(sample: Sample, inputs: Inputs, features: Features) -> None:
+def _require_placeholders(sample: Sample, inputs: Inputs, features: Features) -> None:
     """Check that all ids have a row in the embedding, and that there are as many placeholders as visual features."""
     vlm, ids = features.vlm, inputs["input_ids"]
     visual = _visual(ids, vlm)

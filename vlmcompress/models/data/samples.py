@@ -75,7 +75,7 @@ class LazyImages(Sequence[Image.Image]):
                 sizes.append(image.size)
         return sizes
 
-    def check(self, decode: bool = True) -> int:
+    def open_all(self, decode: bool = True) -> int:
         """Open all images, or with `decode` decode them; returns the bytes of their files. Raises BadSample if one fails."""
         size = 0
         for index, source in enumerate(self._sources):

@@ -124,7 +124,7 @@ def load_samples(
     *,
     samples: int | None,
     seed: int,
-    check_images: bool = True,
+    decode_images: bool = True,
     text: bool = False,
     answered: bool = False,
     reading: Reading = PLAIN,
@@ -136,7 +136,7 @@ def load_samples(
             `Dataset.save_to_disk`, or an id on the Hub (see `hub.local`).
         samples: how many to take; all if there are fewer. None: all, in the source's order.
         seed: determines which samples are chosen (see the module).
-        check_images: decode the images of the chosen rows now, so that broken ones are reported before a long run.
+        decode_images: decode the images of the chosen rows now, so that broken ones are reported before a long run.
         text: samples must be text only; a column `text` can replace the question.
         answered: every sample must have an answer.
 
@@ -145,7 +145,7 @@ def load_samples(
     """
     path = hub.local(source, "dataset")
     table = _open(path, reading.columns, text, answered)
-    rows = _Rows(table, reading, text, answered, _check if check_images else lambda _: 0)
+    rows = _Rows(table, reading, text, answered, _open_images if decode_images else lambda _: 0)
     loaded = rows.chosen(_order(table, path, samples, seed), samples)
     for line in skipped_lines(loaded.skipped):
         note(line)
@@ -203,7 +203,7 @@ def preview(
 
     def look(sample: Sample) -> None:
         fits = room[0] > 0
-        room[0] -= _check(sample, decode=fits)
+        room[0] -= _open_images(sample, decode=fits)
         decoded[0] += fits and bool(sample.images)
 
     order = _order(table, path, samples, seed)
@@ -212,7 +212,7 @@ def preview(
     return Preview(count, rows, decoded[0])
 
 
-def check_answers(source: str | Path, columns: Mapping[str, str]) -> None:
+def require_answers(source: str | Path, columns: Mapping[str, str]) -> None:
     """Raise `UserError` for data that are missing or have no answers, as `load_samples` would, if that takes no time."""
     path = Path(source)
     here = hub.parse_repository(source, "dataset") is None and not (path / "dataset_info.json").is_file()
@@ -229,9 +229,9 @@ def _order(table: _Table, path: Path, samples: int | None, seed: int) -> list[in
     return _choose(table.identities, None if samples is None else len(table.ids), seed)
 
 
-def _check(sample: Sample, decode: bool = True) -> int:
+def _open_images(sample: Sample, decode: bool = True) -> int:
     """Open or decode a sample's images; returns the bytes of their files."""
-    return sample.images.check(decode) if isinstance(sample.images, LazyImages) else 0
+    return sample.images.open_all(decode) if isinstance(sample.images, LazyImages) else 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def undecodable(samples: Iterable[Sample]) -> dict[str, str]:
     bad = {}
     for sample in samples:
         try:
-            _check(sample)
+            _open_images(sample)
         except UserError as error:
             bad[sample.name] = str(error)
     return bad
@@ -389,7 +389,7 @@ def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
         if path.is_dir():
             saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
-        refuse_missing(path, answered)
+        require_source(path, answered)
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give data with at least one row")
         readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
@@ -401,7 +401,7 @@ def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
 
 
-def refuse_missing(path: Path, answered: bool = False) -> None:
+def require_source(path: Path, answered: bool = False) -> None:
     """Raise `UserError` if `path` does not exist. `answered`: whether data with answers are needed, for the message."""
     if not path.exists():
         what = "a .jsonl or .parquet file with answers" if answered else "a folder of images, a .jsonl or .parquet file"

@@ -39,7 +39,7 @@ MOST = 4 << 30
 """Most bytes of a video's selected frames."""
 
 
-def check_videos(processor: Any, name: str, images: bool) -> None:
+def require_video_support(processor: Any, name: str, images: bool) -> None:
     """Raise `BadSample` if a model's processor takes no videos, or none together with images.
 
     Args:
@@ -55,7 +55,7 @@ def check_videos(processor: Any, name: str, images: bool) -> None:
         )
 
 
-def refuse_videos(samples: Iterable[Any]) -> None:
+def require_no_videos(samples: Iterable[Any]) -> None:
     """Raise `BadSample` if one of the samples, which are meant for a reducer, has a video."""
     for sample in samples:
         if sample.videos:

@@ -42,7 +42,7 @@ class Sensitivity:
     rho: float
 
 
-def check_balance(balance: Any) -> str | dict[str, float]:
+def require_balance(balance: Any) -> str | dict[str, float]:
     """Check a recipe's `balance`, a name or weights, and return it, or raise ValueError. YAML reads "off" as False: both
     work."""
     if balance is False:
@@ -66,7 +66,7 @@ def check_balance(balance: Any) -> str | dict[str, float]:
 
 def weighed(balance: Any) -> tuple[str, ...]:
     """The modalities that must occur in the calibration data for this balance."""
-    checked = check_balance(balance)
+    checked = require_balance(balance)
     if isinstance(checked, str):
         return {"off": (), "ratio": MODALITIES}.get(checked, ("vision", "answer"))
     return tuple(name for name, weight in checked.items() if weight > 0)
@@ -87,7 +87,7 @@ def shares(
     Raises:
         ValueError: a modality with a share did not occur, or `mbq` has no sensitivity.
     """
-    checked = check_balance(balance)
+    checked = require_balance(balance)
     if checked == "off":
         return None
     needed = weighed(checked)

@@ -216,7 +216,7 @@ def read_statistics(folder: Path) -> Statistics:
     path = folder / NAME
     if not path.is_file():
         raise UserError(f"{folder} has no {NAME}; give a folder written by `vlmcompress calibrate`")
-    facts: dict[str, Any] = schema.read_checked(Facts, path, "calibrate again", version=SCHEMA_VERSION)
+    facts: dict[str, Any] = schema.read_typed(Facts, path, "calibrate again", version=SCHEMA_VERSION)
     blocks, gradients = facts["blocks"], facts["gradients"]["blocks"] if "gradients" in facts else []
     linears = [{name for names in groups.values() for name in names} for groups in blocks]
     whole = len(gradients) <= len(blocks) and ("gradients" in facts or "gradient" not in facts["needs"])

@@ -16,7 +16,7 @@ from typing import Any
 from vlmcompress.models import Group, Source
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.allocation import Key
@@ -62,12 +62,14 @@ def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     among: tuple[int | str, ...] = recipe.bits.among or DEFAULT
     if target and not recipe.bits.among:
         # Those that the target runs, and its 8-bit scheme where it runs no 8-bit weights with 16-bit activations.
-        among = tuple(bits for bits in DEFAULT if not target.refusal(targets.format_key(_method(recipe, bits).scheme)))
+        among = tuple(
+            bits for bits in DEFAULT if not target.format_problem(targets.format_key(_method(recipe, bits).scheme))
+        )
         wide = target.schemes["throughput"]
         among = among if 8 in among or wide not in NAMED else (*among, wide)
     table = {str(width): _method(recipe, width) for width in among}
     for name, method in table.items():
-        if target and (reason := target.refusal(targets.format_key(method.scheme))):
+        if target and (reason := target.format_problem(targets.format_key(method.scheme))):
             raise UserError(f"bits.among has {name}, and {reason}")
     return table
 

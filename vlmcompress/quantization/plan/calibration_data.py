@@ -14,7 +14,7 @@ from vlmcompress.models.data import (
     encode,
     encode_usable,
     preview,
-    refuse_missing,
+    require_source,
     video,
 )
 from vlmcompress.models.data.samples import LazyImages
@@ -41,12 +41,12 @@ def data_reason(work: Plan) -> str | None:
     return f"reducer '{tokens.reducer.method}'" if tokens and tokens.reducer and tokens.learns else None
 
 
-def refuse_without_data(work: Plan) -> None:
+def require_calibration_data(work: Plan) -> None:
     """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
     settings = work.recipe.calibrate
     for named in (settings.data, settings.text):
         if named is not None and hub.parse_repository(named, "dataset") is None:
-            refuse_missing(Path(named))
+            require_source(Path(named))
     if not work.statistics or _needs_data_with_statistics(work):
         data_source(work.recipe, work.recipe.model, data_reason(work))
 
@@ -57,7 +57,7 @@ def preview_data(work: Plan) -> Preview | None:
     Raises:
         UserError: the run would refuse the data: they are missing, have no such columns, an image is not there, ...
     """
-    refuse_without_data(work)
+    require_calibration_data(work)
     settings, seed = work.recipe.calibrate, work.recipe.seed
     reads = work.statistics is not None or work.reads_data
     source = data_source(work.recipe, work.recipe.model, data_reason(work)) if reads else None
@@ -72,15 +72,15 @@ def preview_data(work: Plan) -> Preview | None:
         look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
         if work.recipe.reduce:
-            video.refuse_videos([filmed])
-        video.check_videos(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
+            video.require_no_videos([filmed])
+        video.require_video_support(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
     if look and look.whole and not work.statistics:
         media = {
             "vision": sum(sample.visual for sample in look.samples),
             "text": 1,  # there is no question without words
             "answer": sum(bool(sample.answer) for sample in look.samples),
         }
-        check_balance_data(work.recipe, media, source)
+        require_balance_data(work.recipe, media, source)
     return look
 
 
@@ -142,7 +142,7 @@ def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path |
     return source
 
 
-def check_balance_data(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
+def require_balance_data(recipe: Recipe, tokens: Mapping[str, int], source: str | Path) -> None:
     """Refuse a balance that weighs a modality without a token in the calibration data."""
     if missing := [name for name in weighed(recipe.options.balance or "off") if not tokens[name]]:
         remedy = {"vision": "images", "answer": "an `answer` to each sample", "text": "questions"}

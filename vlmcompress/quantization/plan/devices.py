@@ -15,7 +15,7 @@ def quantized_decoder_layers(survey: Survey) -> list[FusedLayer]:
 def devices_problem(survey: Survey, devices: int) -> str | None:
     """Why vLLM cannot share the model out among `devices`, and what to do; None where it can."""
     decoder = served_model.describe(survey.source.meta_model)
-    torn = served_model.tp_refusal(decoder, devices) or partition.partition_problem(
+    torn = served_model.tp_problem_message(decoder, devices) or partition.partition_problem(
         quantized_decoder_layers(survey), devices, survey.recipe.target
     )
     if torn:

@@ -18,7 +18,7 @@ from vlmcompress.models import Source
 from vlmcompress.recipe import Recipe
 from vlmcompress.recipe.targets import Target
 from vlmcompress.utils.errors import UserError, did_you_mean
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def remarks(name: str, normalized: bool, target: Target | None, scales: bool) ->
         ]
     if name.startswith("fp8") and not name.endswith("head"):
         lines = [] if normalized else [f"FP8 cache: {risky}"]
-        if target and target.kv_fp8_refused:
-            lines.append(f"FP8 cache: {target.kv_fp8_refused}")
+        if target and target.no_kv_fp8:
+            lines.append(f"FP8 cache: {target.no_kv_fp8}")
         elif target and target.kv_fp8:
             lines.append(f"FP8 cache on {target.title}: {target.kv_fp8}")
         if not scales:
@@ -105,7 +105,7 @@ def remarks(name: str, normalized: bool, target: Target | None, scales: bool) ->
         return [
             "--kv-cache int8_per_token_head would hold about twice the tokens: no scales to calibrate, runs on A100 in Triton"
         ]
-    if target and target.kv_fp8_refused:
+    if target and target.no_kv_fp8:
         return []
     return [
         "--kv-cache fp8 would hold about twice the tokens, with scales that quantize calibrates"
@@ -113,7 +113,7 @@ def remarks(name: str, normalized: bool, target: Target | None, scales: bool) ->
     ]
 
 
-def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bool) -> Finding:
+def kv_cache_check(recipe: Recipe, source: Source, target: Target, everywhere: bool) -> Check:
     """What vLLM needs for an FP8 KV cache on the target; what there is to gain where the recipe has none.
 
     Args:
@@ -122,10 +122,10 @@ def cache_finding(recipe: Recipe, source: Source, target: Target, everywhere: bo
     title, risk = "vllm: KV cache", "" if normalizes(source.meta_model) else _RISK
     if recipe.kv_cache:
         instead = f". Better there: {target.kv_instead}" if target.kv_instead else ""
-        needs = target.kv_fp8_refused or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{instead}{risk}"
-        return Finding(title, not target.kv_fp8_refused, needs)
+        needs = target.no_kv_fp8 or f"FP8 {_CALIBRATED}. Runs in {target.kv_fp8}{instead}{risk}"
+        return Check(title, not target.no_kv_fp8, needs)
     if target.kv_instead:
-        return Finding(title, True, f"16 bits; to halve it, {target.kv_instead}")
-    if target.kv_fp8_refused or not everywhere:
-        return Finding(title, True, "16 bits")
-    return Finding(title, True, f"16 bits; --kv-cache fp8 halves it {_CALIBRATED}{risk}")
+        return Check(title, True, f"16 bits; to halve it, {target.kv_instead}")
+    if target.no_kv_fp8 or not everywhere:
+        return Check(title, True, "16 bits")
+    return Check(title, True, f"16 bits; --kv-cache fp8 halves it {_CALIBRATED}{risk}")

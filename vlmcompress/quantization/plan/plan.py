@@ -13,7 +13,7 @@ from typing import Any, Self
 from vlmcompress.models import Group, Source, embedding_name
 from vlmcompress.numerics import label
 from vlmcompress.numerics.statistics.inputs import CROSS
-from vlmcompress.quantization.plan import checks
+from vlmcompress.quantization.plan.problems import plan_problems
 from vlmcompress.quantization.plan.survey import Survey
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens, visual_tokens
 from vlmcompress.recipe import Recipe
@@ -44,9 +44,9 @@ class Plan(Survey):
     @cached_property
     def problems(self) -> list[str]:
         """Reasons why the recipe cannot be carried out, a line each; empty when it can."""
-        return checks.plan_problems(self)
+        return plan_problems(self)
 
-    def checked(self) -> Self:
+    def require_no_problem(self) -> Self:
         """The plan, if it has no problem. Raises UserError."""
         if self.problems:
             raise UserError(self.problems[0])
@@ -168,15 +168,15 @@ class Plan(Survey):
         }
 
 
-def make_plan(recipe: Recipe, *, source: Source | None = None, refuse: bool = True) -> Plan:
+def make_plan(recipe: Recipe, *, source: Source | None = None, strict: bool = True) -> Plan:
     """Plan a recipe: survey it and its model, and run all checks.
 
     Args:
         source: as in `Survey.of`.
-        refuse: raise `UserError` for the first problem; False: the plan lists them.
+        strict: raise `UserError` for the first problem; False: the plan lists them.
 
     Raises:
         UserError: the model cannot be used, or the recipe not be carried out.
     """
     plan = Plan.of(recipe, source)
-    return plan if plan.problems and not refuse else plan.checked()
+    return plan if plan.problems and not strict else plan.require_no_problem()

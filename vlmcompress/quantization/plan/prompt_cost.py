@@ -22,7 +22,7 @@ from vlmcompress.quantization.plan import roofline
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.resize import Resize
-from vlmcompress.reduction.support import check_reducer
+from vlmcompress.reduction.support import require_reducer
 from vlmcompress.reduction.visual_count import Counted, kept_tokens, layouts_of, per_block
 from vlmcompress.utils.errors import UserError
 
@@ -119,7 +119,7 @@ def prompt_costs(
     vlm = VLM(model, processor, spec, Path(path))
     for reducer in chosen:
         try:
-            check_reducer(vlm, reducer)
+            require_reducer(vlm, reducer)
         except UserError as error:
             raise UserError(f"--reduce {reducer}: {error}") from error
     counted = Counted(layouts_of(spec, processor, sizes), None, 0, (), 0)

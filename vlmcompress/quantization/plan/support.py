@@ -13,20 +13,20 @@ from vlmcompress import models
 from vlmcompress.export import readers
 from vlmcompress.reduction import support
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 from vlmcompress.utils.registry import LLAMACPP, OPENVINO, REDUCERS
 
 
-def model_support(path: str | Path) -> list[Finding]:
+def model_support(path: str | Path) -> list[Check]:
     """What can be quantized, which reducers work, and which engines load the model; `ok` is False where nothing does."""
     config = models.read_config(path, weights=False)
     spec, reason = None, ""
     try:
         spec = models.spec_for(config)
-        models.refuse_quantized(path, config)
+        models.require_unquantized(path, config)
     except UserError as error:
         reason = str(error)
-    quantize = Finding("quantize", not reason, reason or _parts(spec))
+    quantize = Check("quantize", not reason, reason or _parts(spec))
     return [quantize, _reducers(spec), _engines(spec, config)]
 
 
@@ -42,17 +42,17 @@ def _parts(spec: models.ModelSpec | None) -> str:
     return f"family {spec.family}: {parts}{f'; in 16 bits: {kept}' if kept else ''}"
 
 
-def _reducers(spec: models.ModelSpec | None) -> Finding:
+def _reducers(spec: models.ModelSpec | None) -> Check:
     """Methods that vLLM serves, and those that transformers runs alone."""
     attached = [name for name in REDUCERS.names() if spec and support.family_problem(spec, name) is None]
     served = [name for name in attached if spec and spec.family in support.served(name)]
     alone = [name for name in attached if name not in served]
     lines = {"vLLM and transformers": served, "transformers": alone}
     text = "; ".join(f"in {where}: {', '.join(names)}" for where, names in lines.items() if names)
-    return Finding("reduce", bool(text), text or "by no method")
+    return Check("reduce", bool(text), text or "by no method")
 
 
-def _engines(spec: models.ModelSpec | None, config: Mapping[str, Any]) -> Finding:
+def _engines(spec: models.ModelSpec | None, config: Mapping[str, Any]) -> Check:
     """Engines that have the model's class, with the formats that they read."""
     has = {
         "vllm": spec is not None or models.has_engine_class(config),
@@ -67,4 +67,4 @@ def _engines(spec: models.ModelSpec | None, config: Mapping[str, Any]) -> Findin
         if has.get(name, bool(row.architectures and row.architectures & architectures)):
             formats = [key for key, cell in row.formats.items() if isinstance(cell, readers.Cell)]
             titles.append(f"{row.title} ({', '.join(formats)})")
-    return Finding("engines", bool(titles), ", ".join(titles) or "none")
+    return Check("engines", bool(titles), ", ".join(titles) or "none")

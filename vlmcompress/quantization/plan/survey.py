@@ -1,6 +1,6 @@
 """A recipe and its model, from config.json and the headers of the weight files: what is quantized, with which schemes.
 
-A run makes one survey. `plan.checks` lists its problems; `plan.plan.Plan` extends it.
+A run makes one survey. `plan.problems` lists its problems; `plan.plan.Plan` extends it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Survey:
         source: the model that is quantized, from its headers, in the type that it is written in; with an untied output head if
             that is rotated or quantized.
         bytes_before: bytes of all weights of the recipe's model.
-        statistics: statistics that the decoder is solved from without running it; `statistics_fault`: why they can't be read.
+        statistics: statistics that the decoder is solved from without running it; `statistics_problem`: why they can't be read.
         widths: (block, group name) -> method, for the groups whose width `allocate` chose within the budget of `bits`.
         allocation: the manifest's description of this choice; None: not chosen yet, or there is no budget.
     """
@@ -54,7 +54,7 @@ class Survey:
     source: Source
     bytes_before: int
     statistics: Statistics | None = None
-    statistics_fault: str | None = None
+    statistics_problem: str | None = None
     widths: Mapping[Key, QuantMethod] = field(default_factory=dict)
     allocation: dict[str, Any] | None = None
 
@@ -68,13 +68,13 @@ class Survey:
         Raises:
             UserError: the model is quantized already, not whole, or of an unknown family.
         """
-        source, statistics, fault = source or _read(recipe), None, None
+        source, statistics, problem = source or _read(recipe), None, None
         before, source = sum(spec.nbytes for spec in source.stored.values()), _as_written(recipe, source)
         if recipe.reduce:
             recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
         if recipe.calibrate.stats is not None:
-            statistics, fault = _or_fault(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
-        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_fault=fault)
+            statistics, problem = _or_problem(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
+        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_problem=problem)
 
     def with_source(self, source: Source) -> Self:
         """The same recipe on a model derived from this one: dequantized, with an adapter merged, or rotated."""
@@ -191,7 +191,7 @@ class Survey:
         return self._budget[0]
 
     @property
-    def budget_fault(self) -> str | None:
+    def budget_problem(self) -> str | None:
         """Why the recipe's `bits` leave no budget."""
         return self._budget[1]
 
@@ -199,7 +199,7 @@ class Survey:
     def _budget(self) -> tuple[Budget | None, str | None]:
         if self.recipe.bits is None or self.allocation is not None:
             return None, None
-        return _or_fault(budget_of, self.recipe, self.source, self.groups, self.specs_written)
+        return _or_problem(budget_of, self.recipe, self.source, self.groups, self.specs_written)
 
 
 def rotation_problems(recipe: Recipe, source: Source) -> list[str]:
@@ -242,7 +242,7 @@ def _read(recipe: Recipe) -> Source:
             raise UserError("rotate needs a 16-bit source; leave out from_quantized, or convert it with --format bf16")
         return dequantized.outline(path)
     models.spec_for(models.read_config(path, weights=False))  # check the family first, also without weights
-    models.refuse_quantized(path, models.read_config(path))  # its tensors don't fit into the unquantized model
+    models.require_unquantized(path, models.read_config(path))  # its tensors don't fit into the unquantized model
     return Source.of(path)
 
 
@@ -254,14 +254,14 @@ def _as_written(recipe: Recipe, source: Source) -> Source:
     """
     if source.headers:
         model_folder.companions(source.path)  # raises where one cannot be copied
-        models.check_shapes(source.path, source.meta_model, source.names)
+        models.require_shapes(source.path, source.meta_model, source.names)
     source = source if source.choice == recipe.dtype else replace(source, choice=recipe.dtype)
     if recipe.head != "bf16" or (recipe.rotate is not None and not rotation_problems(recipe, source)):
         source = models.with_head(source)
     return source
 
 
-def _or_fault(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]:
+def _or_problem(make: Callable[..., T], *args: Any) -> tuple[T | None, str | None]:
     """What `make(*args)` returns, or the text of its `UserError`."""
     try:
         return make(*args), None

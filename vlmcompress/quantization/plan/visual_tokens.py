@@ -103,13 +103,13 @@ def reduction_problems(recipe: Recipe, source: Source) -> list[str]:
         carried = scorer_file.carried(before.reducer, source.path)
         return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
     try:
-        support.check_reducer(source.vlm, recipe.reduce)
+        support.require_reducer(source.vlm, recipe.reduce)
         scorer_file.load_scorer(source.vlm.model.config, recipe.reduce)
     except UserError as error:
         return [f"reduce {recipe.reduce}: {error}"]
     if recipe.engine == "vllm":
         try:
-            support.check_reducer(source.vlm, recipe.reduce, engine="vllm", files=False)
+            support.require_reducer(source.vlm, recipe.reduce, engine="vllm", files=False)
         except UserError as error:
             return [*reasons, f"reduce {recipe.reduce}: {error}; or --set engine=transformers"]
     return reasons

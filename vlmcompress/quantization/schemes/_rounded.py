@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, find_global_scale, find_params, quantize_with, residual
-from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq, gptq
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
@@ -42,7 +42,7 @@ class Options(QuantizerOptions):
     balance: Any = "off"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "balance", check_balance(self.balance))
+        object.__setattr__(self, "balance", require_balance(self.balance))
         if self.rounding not in _READ:
             raise ValueError(f"rounding must be 'rtn', 'gptq' or 'awq', got {self.rounding!r}")
         object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)

@@ -46,7 +46,7 @@ from vlmcompress.numerics import (
     scale_from_range,
     weight_only,
 )
-from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._ranges import refined
@@ -76,7 +76,7 @@ class Options(QuantizerOptions):
 
     def __post_init__(self) -> None:
         scheme(self)
-        object.__setattr__(self, "balance", check_balance(self.balance))
+        object.__setattr__(self, "balance", require_balance(self.balance))
         for name, least in (("grid", 3), ("clip_grid", 3), ("clip_sweeps", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:

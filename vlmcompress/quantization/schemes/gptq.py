@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import Format, QTensor, Scheme, find_params, residual, weight_only
-from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
@@ -77,7 +77,7 @@ class Options(QuantizerOptions):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        object.__setattr__(self, "balance", check_balance(self.balance))
+        object.__setattr__(self, "balance", require_balance(self.balance))
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
         if type(self.block) is not int or self.block < 1:

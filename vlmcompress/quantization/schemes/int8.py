@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
-from vlmcompress.numerics.statistics.balance import check_balance
+from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
 
@@ -41,7 +41,7 @@ class Options(QuantizerOptions):
     balance: Any = "off"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "balance", check_balance(self.balance))
+        object.__setattr__(self, "balance", require_balance(self.balance))
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be a number from 0 to 1, got {self.alpha!r}")
 

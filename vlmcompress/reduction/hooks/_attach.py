@@ -150,7 +150,7 @@ class Attachment(Generic[Held]):
         units = self._units()
         if not units and past is None:
             return None
-        self._check_window(slots + kwargs["inputs_embeds"].shape[1])
+        self._require_window(slots + kwargs["inputs_embeds"].shape[1])
         mask = self._call.get("attention_mask")  # the model may derive one per kind of block
         if getattr(cache, "is_compileable", False) or (mask is not None and getattr(mask, "ndim", 0) != 2):
             raise UserError("a static cache or a mask of one's own does not go with a reducer; use the default cache")
@@ -166,7 +166,7 @@ class Attachment(Generic[Held]):
             self._caches[cache] = self._new
         self._new = None
 
-    def _check_window(self, slots: int) -> None:
+    def _require_window(self, slots: int) -> None:
         """Refuse prompts longer than a sliding window: it counts slots, so dropping tokens would widen it."""
         config: Any = self.text.config
         window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)

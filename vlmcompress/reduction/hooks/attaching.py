@@ -25,7 +25,7 @@ from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.views import Views
 from vlmcompress.reduction.methods import Reducer, TokenCounter
-from vlmcompress.reduction.support import check_counter, check_reducer
+from vlmcompress.reduction.support import require_counter, require_reducer
 
 
 def attach(
@@ -39,16 +39,16 @@ def attach(
         options: its options; default: its defaults.
         counter: computes how many tokens each image keeps, instead of the method (`dymu`), as when an engine serves it.
 
-            Raises UserError if the method does not support this model (see `support.check_reducer`) or an option is wrong. An
+            Raises UserError if the method does not support this model (see `support.require_reducer`) or an option is wrong. An
             image whose kept share rounds to no token is kept whole, with one warning (`KeptWhole`) for all such images.
     """
     if isinstance(method, str):
         method = make_choice(method, options or {}, "reduce")
-    check_reducer(vlm, method)
+    require_reducer(vlm, method)
     method = threshold_file.require_thresholds(vlm, scorer_file.load_scorer(vlm.model.config, method))
     if counter is None:
         return _kind(method.reducer)(vlm, method)
-    check_counter(vlm.model.config, method, counter)
+    require_counter(vlm.model.config, method, counter)
     return Merging(vlm, method, counter)
 
 

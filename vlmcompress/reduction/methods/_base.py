@@ -152,7 +152,7 @@ class Reduction:
         scale = scale if other.scale is None else scale * other.scale
         return Reduction(target, self.anchor[other.anchor], weight * first[safe], scale)
 
-    def check(self) -> Reduction:
+    def require_valid(self) -> Reduction:
         """Return the reduction itself, or raise ValueError if it is invalid."""
         n, m = len(self.target), len(self.anchor)
         for right, text in (
@@ -364,7 +364,7 @@ MOST = 10**6
 """The largest whole number of an option; no image has more tokens, no model more layers."""
 
 
-def check_keep(keep: Any) -> None:
+def require_keep(keep: Any) -> None:
     """Raise ValueError unless `keep` is a number from `LEAST_SHARE` to 1."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep must be a number above 0 and at most 1, got {reprlib.repr(keep)}")
@@ -372,7 +372,7 @@ def check_keep(keep: Any) -> None:
         raise ValueError(f"keep must be at least {LEAST_SHARE:g}, got {keep!r}, which leaves no token of any image")
 
 
-def check_whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
+def require_whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
     """Raise ValueError unless `value` is a whole number from `least` to `most`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {reprlib.repr(value)}")

@@ -35,8 +35,8 @@ def reduce(reducer: Reducer, signals: Signals, check: bool = True) -> Reduction:
     """
     if reducer.keep == 1:
         return Reduction.identity(signals.n, signals.device)
-    _check(reducer, signals)
-    return _checked(reducer, reducer.reduce(signals), reducer.budget(signals.grid), check)
+    _require_signals(reducer, signals)
+    return _require_valid(reducer, reducer.reduce(signals), reducer.budget(signals.grid), check)
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def reduce_all(reducer: Reducer, images: Sequence[Signals], check: bool = True) 
     most, results = max(1, _ENTRIES // images[0].n ** 2), list[Reduction]()
     for start in range(0, len(images), most):
         results += _at_once(reducer, images[start : start + most])
-    return [_checked(reducer, result, reducer.budget(images[0].grid), check) for result in results]
+    return [_require_valid(reducer, result, reducer.budget(images[0].grid), check) for result in results]
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:
@@ -67,7 +67,7 @@ def _shapes(image: Signals) -> tuple[object, ...]:
 
 def _at_once(reducer: Reducer, images: Sequence[Signals]) -> list[Reduction]:
     """Run a method on all images of one shape at once."""
-    _check(reducer, images[0])
+    _require_signals(reducer, images[0])
     names = [name for name, value in vars(images[0]).items() if isinstance(value, Tensor)]
     plain = False
 
@@ -100,23 +100,23 @@ def merge_layer(
         raise ValueError(f"layer {layer} is none of the {layers} that merge")
     if reducer.keep == 1 and count is None:
         return Reduction.identity(signals.n, signals.device)
-    _check(reducer, signals)
+    _require_signals(reducer, signals)
     result = reducer.merge_layer(signals, layer, layers, count)
     # Only after the last layer the number of rows is what it has to be.
     last = layer == layers - 1
     final = reducer.budget(signals.grid) if count is None else count
-    return _checked(reducer, result, final if last else None, check and (last or signals.device.type == "cpu"))
+    return _require_valid(reducer, result, final if last else None, check and (last or signals.device.type == "cpu"))
 
 
-def _check(reducer: Reducer, signals: Signals) -> None:
+def _require_signals(reducer: Reducer, signals: Signals) -> None:
     if absent := missing(reducer, signals):
         raise ValueError(f"{_name(reducer)} needs signals that are missing: {', '.join(absent)}")
 
 
-def _checked(reducer: Reducer, result: Reduction, count: int | None, check: bool) -> Reduction:
+def _require_valid(reducer: Reducer, result: Reduction, count: int | None, check: bool) -> Reduction:
     if count is not None and len(result.anchor) != count:
         raise ValueError(f"{_name(reducer)} kept {len(result.anchor)} tokens, its budget is {count}")
-    return result.check() if check else result
+    return result.require_valid() if check else result
 
 
 def _name(reducer: Reducer) -> str:

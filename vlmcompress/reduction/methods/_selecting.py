@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
@@ -36,7 +36,7 @@ class SelectingReducer(Reducer):
     similar: float = dataclasses.field(default=0.6, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
+        require_keep(self.keep)
         if self.merge not in ("none", "nearest"):
             raise ValueError(f"merge must be none or nearest, got {str(self.merge)[:40]!r}")
         number = isinstance(self.similar, int | float) and not isinstance(self.similar, bool)

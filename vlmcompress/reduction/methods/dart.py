@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reduction, Signals, check_whole, top, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, require_whole, top, unit
 from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 LED = 0.8
@@ -43,7 +43,7 @@ class Dart(SelectingReducer):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("pivots", self.pivots)
+        require_whole("pivots", self.pivots)
 
     @property
     @override

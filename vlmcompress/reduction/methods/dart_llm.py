@@ -16,8 +16,8 @@ from vlmcompress.reduction.methods._base import (
     Reducer,
     Reduction,
     Signals,
-    check_keep,
-    check_whole,
+    require_keep,
+    require_whole,
     top,
 )
 from vlmcompress.reduction.methods.dart import select
@@ -39,10 +39,10 @@ class DartLLM(Reducer):
     layer: int = 2
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
-        check_whole("pivots", self.pivots, least=1)
-        check_whole("text_pivots", self.text_pivots)
-        check_whole("layer", self.layer, least=1)
+        require_keep(self.keep)
+        require_whole("pivots", self.pivots, least=1)
+        require_whole("text_pivots", self.text_pivots)
+        require_whole("layer", self.layer, least=1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

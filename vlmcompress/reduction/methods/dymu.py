@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_keep, top
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_keep, top
 from vlmcompress.reduction.methods._tome import join, match
 
 
@@ -42,7 +42,7 @@ class DyMU(Reducer):
     thresholds: tuple[float, ...] | str | None = None
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
+        require_keep(self.keep)
         if self.thresholds is not None and not isinstance(self.thresholds, str):
             object.__setattr__(self, "thresholds", tuple(self.thresholds))
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_whole, top
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_whole, top
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DyRate(Reducer):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
                 raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
-        check_whole("layer", self.layer, least=1)
+        require_whole("layer", self.layer, least=1)
 
     @override
     def budget(self, grid: Grid) -> None:

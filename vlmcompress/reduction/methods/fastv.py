@@ -15,8 +15,8 @@ from vlmcompress.reduction.methods._base import (
     Reducer,
     Reduction,
     Signals,
-    check_keep,
-    check_whole,
+    require_keep,
+    require_whole,
     top,
 )
 
@@ -34,8 +34,8 @@ class FastV(Reducer):
     layer: int = 2
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
-        check_whole("layer", self.layer, least=1)
+        require_keep(self.keep)
+        require_whole("layer", self.layer, least=1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

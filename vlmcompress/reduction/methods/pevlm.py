@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, check_whole
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_whole
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PEVLM(Reducer):
     frames: int = 8
 
     def __post_init__(self) -> None:
-        check_whole("sink", self.sink)
-        check_whole("frames", self.frames, least=1)
+        require_whole("sink", self.sink)
+        require_whole("frames", self.frames, least=1)
 
     @override
     def budget(self, grid: Grid) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, check_whole, top
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, require_whole, top
 from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 
@@ -30,7 +30,7 @@ class Random(SelectingReducer):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("seed", self.seed, most=2**63 - 1)
+        require_whole("seed", self.seed, most=2**63 - 1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

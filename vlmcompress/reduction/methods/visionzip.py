@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, check_keep, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, top, unit
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class VisionZip(Reducer):
     merge: str = "sum"
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
+        require_keep(self.keep)
         number = isinstance(self.contextual, int | float) and not isinstance(self.contextual, bool)
         if not number or not 0 <= self.contextual < 1:
             raise ValueError(f"contextual must be a number of at least 0 and below 1, got {self.contextual!r}")

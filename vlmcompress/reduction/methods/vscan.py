@@ -30,8 +30,8 @@ from vlmcompress.reduction.methods._base import (
     Reducer,
     Reduction,
     Signals,
-    check_keep,
-    check_whole,
+    require_keep,
+    require_whole,
     top,
     unit,
 )
@@ -51,9 +51,9 @@ class VScan(Reducer):
     shallow: int = 5
 
     def __post_init__(self) -> None:
-        check_keep(self.keep)
-        check_whole("window", self.window, least=1)
-        check_whole("shallow", self.shallow)
+        require_keep(self.keep)
+        require_whole("window", self.window, least=1)
+        require_whole("shallow", self.shallow)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

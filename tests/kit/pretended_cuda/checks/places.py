@@ -77,7 +77,7 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
 
 
 @pytest.mark.parametrize("phase", [*PHASES, *COMPUTED])
-def test_phases_are_on_the_device(tiny_run, phase):
+def test_phases_run_on_the_device(tiny_run, phase):
     """None stays on the CPU of a machine with an accelerator, or sums up in whatever order threads run what is kept. No product
     is in TF32, also where the caller allows it."""
     before = torch.get_float32_matmul_precision()

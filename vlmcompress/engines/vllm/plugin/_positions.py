@@ -61,7 +61,7 @@ class OriginalPositions(ResumableModel):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         reducer = ServedReducer.of(vllm_config.model_config.hf_config)
-        _check(vllm_config, reducer)
+        _require_settings(vllm_config, reducer)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.reducer = reducer
         config = vllm_config.model_config.hf_config
@@ -138,7 +138,7 @@ def _text(tokens: int, start: int) -> np.ndarray:
     return np.broadcast_to(np.arange(start, start + tokens), (DIMS, tokens))
 
 
-def _check(config: Any, reducer: ServedReducer) -> None:
+def _require_settings(config: Any, reducer: ServedReducer) -> None:
     """Raise ValueError for settings under which the model would run without the tokens' places."""
     from vllm.platforms import current_platform
 

@@ -18,7 +18,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
-from vlmcompress.reduction.support import check_config, check_counter, chooses_images, engine_problem
+from vlmcompress.reduction.support import chooses_images, engine_problem, require_counter, require_reducible
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest
@@ -51,10 +51,10 @@ class ServedReducer:
             raise UserError(f"{where}: {reason}")
         try:
             spec = spec_for({"model_type": carried.model_type})
-            check_config(spec, hf_config, reducer)
+            require_reducible(spec, hf_config, reducer)
             reducer = scorer_file.load_scorer(hf_config, reducer, hub.local(hf_config.name_or_path, "model"))
             if carried.count:
-                check_counter(hf_config, reducer, carried.count)
+                require_counter(hf_config, reducer, carried.count)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if reducer.takes_count and carried.count is None:

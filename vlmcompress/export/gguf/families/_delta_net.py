@@ -68,7 +68,7 @@ def inner(facts: ModelFacts) -> int:
     return text["linear_num_value_heads"] * text["linear_value_head_dim"]
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     if text["linear_key_head_dim"] == text["linear_value_head_dim"]:

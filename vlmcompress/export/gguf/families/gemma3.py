@@ -42,7 +42,7 @@ def factor(facts: ModelFacts) -> float | None:
     return facts.config["text_config"]["rope_parameters"]["full_attention"].get("factor")
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     problems, ropes = [], text["rope_parameters"]
@@ -82,5 +82,5 @@ FAMILY = GgufFamily(
     ),
     image="<start_of_image>",
     marker="\n\n{}\n\n",
-    check=check,
+    problems=problems,
 )

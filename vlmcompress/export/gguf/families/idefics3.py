@@ -41,5 +41,5 @@ FAMILY = GgufFamily(
         ),
     ),
     image="<image>",
-    check=rope_problems,
+    problems=rope_problems,
 )

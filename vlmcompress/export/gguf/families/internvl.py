@@ -59,7 +59,7 @@ def decoder_kind(facts: ModelFacts) -> str:
     return facts.config["text_config"]["model_type"]
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     problems = rope_problems(facts)
     if decoder_kind(facts) not in ("qwen2", "qwen3"):
@@ -94,5 +94,5 @@ FAMILY = GgufFamily(
         ),
     ),
     image="<IMG_CONTEXT>",
-    check=check,
+    problems=problems,
 )

@@ -63,7 +63,7 @@ def taps(weight: Any, facts: ModelFacts) -> Any:
     return weight[:, 0]
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     problems = rope_problems(facts)
     if facts.config["text_config"].get("conv_bias"):
@@ -112,5 +112,5 @@ FAMILY = GgufFamily(
         ),
     ),
     image="<image>",
-    check=check,
+    problems=problems,
 )

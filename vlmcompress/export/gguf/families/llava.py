@@ -26,7 +26,7 @@ def feature_layer(facts: ModelFacts) -> list[int]:
     return [layer if layer >= 0 else facts.config["vision_config"]["num_hidden_layers"] + 1 + layer]
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     config = facts.config
     problems = rope_problems(facts)
@@ -58,5 +58,5 @@ FAMILY = GgufFamily(
     ),
     unused=(f"{TOWER}.post_layernorm",),
     image="<image>",
-    check=check,
+    problems=problems,
 )

@@ -47,7 +47,7 @@ def vision_heads(facts: ModelFacts) -> int:
     return vision.get("head_dim") or vision["hidden_size"] // vision["num_attention_heads"]
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     problems, config = [], facts.config
     rope = config["text_config"]["rope_parameters"]
@@ -117,5 +117,5 @@ FAMILY = GgufFamily(
         ),
     ),
     image="[IMG]",
-    check=check,
+    problems=problems,
 )

@@ -14,7 +14,7 @@ def pattern(facts: ModelFacts) -> int:
     return facts.config["vision_config"]["fullatt_block_indexes"][0] + 1
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     vision, problems = facts.config["vision_config"], rope_problems(facts)
     whole, every = vision["fullatt_block_indexes"], pattern(facts)
@@ -51,5 +51,5 @@ FAMILY = GgufFamily(
     language=LANGUAGE,
     vision=GgufFile(KEYS | {"clip.use_silu": always(True)}, tower(BLOCK)),
     image=IMAGE,
-    check=check,
+    problems=problems,
 )

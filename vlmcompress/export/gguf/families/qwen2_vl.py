@@ -32,5 +32,5 @@ FAMILY = GgufFamily(
     language=LANGUAGE,
     vision=GgufFile(KEYS | activation(), tower(BLOCK)),
     image=IMAGE,
-    check=rope_problems,
+    problems=rope_problems,
 )

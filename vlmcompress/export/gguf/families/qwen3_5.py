@@ -9,9 +9,9 @@ from vlmcompress.export.gguf.families.qwen3_vl import VISION
 from vlmcompress.export.gguf.spec import GgufFamily, ModelFacts, always
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
-    return rope_problems(facts) + _delta_net.check(facts)
+    return rope_problems(facts) + _delta_net.problems(facts)
 
 
 FAMILY = GgufFamily(
@@ -20,5 +20,5 @@ FAMILY = GgufFamily(
     vision=VISION,
     unused=("mtp.",),
     image=IMAGE,
-    check=check,
+    problems=problems,
 )

@@ -77,5 +77,5 @@ FAMILY = GgufFamily(
     ),
     vision=VISION,
     image=IMAGE,
-    check=rope_problems,
+    problems=rope_problems,
 )

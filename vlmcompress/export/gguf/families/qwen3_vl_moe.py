@@ -11,7 +11,7 @@ from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, always
 DENSE = qwen3_vl.FAMILY.language
 
 
-def check(facts: ModelFacts) -> list[str]:
+def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
     text = facts.config["text_config"]
     dense = bool(text.get("mlp_only_layers")) or text.get("decoder_sparse_step", 1) != 1
@@ -27,5 +27,5 @@ FAMILY = replace(
         dict(DENSE.keys) | {f"{{arch}}.{name}": value for name, value in _experts.KEYS.items()},
         (*DENSE.rules, *_experts.rules(transposed=True)),
     ),
-    check=check,
+    problems=problems,
 )

@@ -80,7 +80,7 @@ def patches(model: Any) -> Graph:
     return Graph(model.model.visual.patch_embed, (Port("hidden_states", (PATCHES, size)),))
 
 
-def check(config: Mapping[str, Any]) -> list[str]:
+def problems(config: Mapping[str, Any]) -> list[str]:
     """Reasons why the model cannot be written, such as numbers that are fixed in `VLMPipeline`."""
     problems, frames = decoder_problems(config), config["vision_config"]["temporal_patch_size"]
     if frames != 2:

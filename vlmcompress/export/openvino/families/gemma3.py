@@ -71,7 +71,7 @@ def tower(model: Any) -> dict[str, Graph]:
     return {"vision_embeddings_model": Graph(Features(model), (pixels,))}
 
 
-def check(config: Mapping[str, Any]) -> list[str]:
+def problems(config: Mapping[str, Any]) -> list[str]:
     """Reasons why the model cannot be written."""
     text = {**config["text_config"], "sliding_window": None}
     text["layer_types"] = [kind for kind in text["layer_types"] if kind != "sliding_attention"]
@@ -81,4 +81,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-FAMILY = OpenvinoFamily(tower, "<start_of_image>", decoder=Gemma3Decoder, check=check)
+FAMILY = OpenvinoFamily(tower, "<start_of_image>", decoder=Gemma3Decoder, problems=problems)

@@ -95,7 +95,7 @@ def graphs(model: Any) -> dict[str, Graph]:
     return made
 
 
-def check(config: Mapping[str, Any]) -> list[str]:
+def problems(config: Mapping[str, Any]) -> list[str]:
     """Reasons why the model cannot be written."""
     text = {**config["text_config"], "sliding_window": None}
     text["layer_types"] = [kind for kind in text["layer_types"] if kind != "sliding_attention"]
@@ -106,4 +106,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
 
 
 AUDIO = ("model.audio_tower.", "model.embed_audio.")
-FAMILY = OpenvinoFamily(graphs, "<|image|>", decoder=Gemma4Decoder, unused=AUDIO, check=check)
+FAMILY = OpenvinoFamily(graphs, "<|image|>", decoder=Gemma4Decoder, unused=AUDIO, problems=problems)

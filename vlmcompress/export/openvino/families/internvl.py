@@ -58,5 +58,5 @@ FAMILY = OpenvinoFamily(
     images=images,
     fixed_images=TILES,
     settings=settings,
-    check=decoder_problems,
+    problems=decoder_problems,
 )

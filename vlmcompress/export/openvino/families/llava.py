@@ -44,4 +44,4 @@ def images(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "size": size, "crop_size": crop}
 
 
-FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, check=decoder_problems)
+FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, problems=decoder_problems)

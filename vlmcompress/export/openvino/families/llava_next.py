@@ -18,7 +18,7 @@ def settings(read: Callable[[str], Tensor]) -> dict[str, Any]:
     return {"image_newline": read(NEWLINE).float().tolist()}
 
 
-def check(config: Mapping[str, Any]) -> list[str]:
+def problems(config: Mapping[str, Any]) -> list[str]:
     """Reasons why the model cannot be written, or differs in the pipeline."""
     problems, sizes = decoder_problems(config), [tuple(size) for size in config["image_grid_pinpoints"]]
     if any((width, height) not in sizes for height, width in sizes):
@@ -28,4 +28,4 @@ def check(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, settings=settings, check=check)
+FAMILY = OpenvinoFamily(tower, "<image>", suffix="\n", images=images, settings=settings, problems=problems)

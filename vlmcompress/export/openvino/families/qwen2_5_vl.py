@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, check, inputs, patches
+from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, inputs, patches, problems
 from vlmcompress.export.openvino.spec import Graph, OpenvinoFamily, Port
 
 
@@ -45,4 +45,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, problems=problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmcompress.export.openvino.families._qwen import IMAGE, Blocks, check, inputs, patches
+from vlmcompress.export.openvino.families._qwen import IMAGE, Blocks, inputs, patches, problems
 from vlmcompress.export.openvino.spec import Graph, OpenvinoFamily
 
 
@@ -16,4 +16,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, problems=problems)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, check, inputs, patches
+from vlmcompress.export.openvino.families._qwen import IMAGE, PATCHES, Blocks, inputs, patches, problems
 from vlmcompress.export.openvino.spec import BATCH, NEW, Decoder, Graph, OpenvinoFamily, Port
 
 TOKENS = 5  # visual tokens in the trace
@@ -67,4 +67,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, decoder=Qwen3Decoder, prunes=True, check=check)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, decoder=Qwen3Decoder, prunes=True, problems=problems)

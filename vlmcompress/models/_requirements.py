@@ -40,7 +40,7 @@ _IMAGES = (
 """Pattern of keys -> bound of a processor's whole numbers, which size images and prompts; the first that fits counts."""
 
 
-def check_sizes(content: Mapping[str, Any], file: Path, bounds: Bounds = _MODULES) -> None:
+def require_sizes(content: Mapping[str, Any], file: Path, bounds: Bounds = _MODULES) -> None:
     """Raise `UserError` for a whole number out of bounds in `content`, the JSON object of `file`: above that of its key, or
     below -1, which often stands for "none"."""
     for where, key, value in _numbers(content):
@@ -52,7 +52,7 @@ def check_sizes(content: Mapping[str, Any], file: Path, bounds: Bounds = _MODULE
         raise UserError(f"{file}: {where} is {number}, {side} possible here; restore it from the source")
 
 
-def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
+def require_stored_layers(config: Mapping[str, Any], tensors: int, file: Path) -> None:
     """Raise `UserError` for a config.json with more layers than the weight files have tensors."""
     for where, key, value in _numbers(config):
         if _LAYERS.search(key) and value > tensors:
@@ -61,7 +61,7 @@ def check_claims(config: Mapping[str, Any], tensors: int, file: Path) -> None:
             )
 
 
-def check_processor(folder: Path) -> None:
+def require_processor_sizes(folder: Path) -> None:
     """Raise `UserError` for numbers out of bounds in the processor's files (`_IMAGES`)."""
     for file in (folder / name for name in PROCESSOR_FILES):
         if not file.exists():
@@ -71,7 +71,7 @@ def check_processor(folder: Path) -> None:
         except (OSError, ValueError) as error:
             raise UserError(f"{file} is not readable JSON ({error}); copy it from the source") from error
         if isinstance(content, Mapping):
-            check_sizes(content, file, _IMAGES)
+            require_sizes(content, file, _IMAGES)
 
 
 def _numbers(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, int | float]]:
@@ -160,7 +160,7 @@ def has_engine_class(config: Mapping[str, Any]) -> bool:
     return any(name.removeprefix(REDUCED) in engine_architectures() for name in _architectures(config))
 
 
-def check_architecture(config: Mapping[str, Any]) -> None:
+def require_architecture(config: Mapping[str, Any]) -> None:
     """Raise `UserError` if config.json's `architectures` do not match its `model_type`.
 
     transformers uses `model_type` and vLLM `architectures`, so they would load different models.
@@ -184,7 +184,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def check_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
+def require_known_experts(config: Mapping[str, Any], spec: ModelSpec) -> None:
     """Raise `UserError` for a mixture of experts in a family whose spec has no experts."""
     if has_experts(config) and spec.experts is None:
         what = f"'{config['model_type']}' with a mixture-of-experts language model is not supported"

@@ -17,13 +17,13 @@ from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data import Preview
 from vlmcompress.numerics import label
 from vlmcompress.quantization.plan.calibration_data import encode_preview, preview_data
-from vlmcompress.quantization.plan.kv_cache import cache_finding
+from vlmcompress.quantization.plan.kv_cache import kv_cache_check
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.targets import Target
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError, did_you_mean
-from vlmcompress.utils.messages import Finding
+from vlmcompress.utils.messages import Check
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.text import size, smaller
 
@@ -40,7 +40,7 @@ def engine_of(recipe: Recipe) -> str:
 class Examined:
     """What speaks for and against a recipe; the plan, if the model can be read; a look at the calibration data, if any is."""
 
-    findings: list[Finding]
+    findings: list[Check]
     plan: Plan | None = None
     preview: Preview | None = None
 
@@ -54,7 +54,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     """Find everything that speaks for or against a recipe whose target has not refused it yet.
 
     Args:
-        recipe: a recipe resolved with `refuse=False`, or one that its target does not refuse.
+        recipe: a recipe resolved with `strict=False`, or one that its target does not refuse.
         engine: one of `readers.ENGINES`; None: see `engine_of`.
     """
     engine = engine or engine_of(recipe)
@@ -63,74 +63,74 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     if engine not in readers.ENGINES:
         raise UserError(f"unknown engine '{engine}'{did_you_mean(engine, readers.ENGINES)}")
     target = targets.get_target(recipe.target) if recipe.target else None
-    report = [Finding("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
+    report = [Check("recipe", True, f"scheme {recipe.scheme} ({label(recipe.number_formats)})")]
     report += _kernels(recipe, target, engine)
     try:
-        plan = make_plan(recipe, refuse=False)
+        plan = make_plan(recipe, strict=False)
     except UserError as error:
-        return Examined([*report, Finding("model", False, str(error))])
-    report.append(Finding("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
+        return Examined([*report, Check("model", False, str(error))])
+    report.append(Check("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report += _format(plan, engine)
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.adapter_notes(recipe), *models.cast_text(plan.source)]
     lines += models.unused_text(plan.source)
-    report += [Finding("folder", True, line) for line in lines]
+    report += [Check("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
     report += _draft(plan)
     if plan.problems:
-        report += [Finding("plan", False, problem) for problem in plan.problems]
+        report += [Check("plan", False, problem) for problem in plan.problems]
     else:
-        report.append(Finding("plan", True, f"{plan.linear_layers} linear layers can be quantized"))
+        report.append(Check("plan", True, f"{plan.linear_layers} linear layers can be quantized"))
     report += _family(plan, target, engine)
     if target and engine == "vllm":
-        report.append(cache_finding(recipe, plan.source, target, everywhere=all(plan.blocks)))
+        report.append(kv_cache_check(recipe, plan.source, target, everywhere=all(plan.blocks)))
         if recipe.vision_attention:
             needs = target.vision_attention_fp8
             missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
-            report.append(Finding("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing))
+            report.append(Check("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing))
     if not plan.problems:
         report += _size(plan, target)
     preview, calibration = _calibration(plan)
     return Examined([*report, calibration, *_output(recipe)], plan, preview)
 
 
-def _output(recipe: Recipe) -> list[Finding]:
+def _output(recipe: Recipe) -> list[Check]:
     """Why OUT can't be written; nothing where it can, or where none is named."""
     try:
         for overwrite in (True, False) if recipe.out else ():  # first whether it can be at all
-            folders.check_out(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
+            folders.require_out(recipe.model, recipe.out, overwrite=overwrite, mark=MANIFEST, look=True)  # type: ignore[arg-type]
     except UserError as error:
-        return [Finding("output", False, str(error))]
+        return [Check("output", False, str(error))]
     return []
 
 
-def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Finding]:
+def _kernels(recipe: Recipe, target: Target | None, engine: str) -> list[Check]:
     """Whether the engine computes in the number formats on the target."""
     report = []
     for part, scheme in {"decoder": recipe.number_formats, **recipe.parts}.items():
         key, name = targets.format_key(scheme), f"{engine}: {part}"
         if engine == "vllm" and target is None:
-            report.append(Finding(name, True, f"reads {key}; name a --target to learn the kernel"))
+            report.append(Check(name, True, f"reads {key}; name a --target to learn the kernel"))
         elif target is None:
             continue
         elif engine == "vllm":
-            reason = target.refusal(key)
-            report.append(Finding(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
+            reason = target.format_problem(key)
+            report.append(Check(name, reason is None, reason or f"{target.kernel(key)} kernel on {target.title}"))
         elif engine in NVIDIA:
             title, capability = readers.ENGINES[engine].title, target.capability
             if capability is None or capability < NVIDIA[engine]:
                 since = " from A100 on" if NVIDIA[engine] > (0, 0) else ""
-                report.append(Finding(name, False, f"{title} wants an NVIDIA GPU{since}; use --engine vllm"))
+                report.append(Check(name, False, f"{title} wants an NVIDIA GPU{since}; use --engine vllm"))
             elif key.startswith("w8a8-fp") and capability < (8, 9):
-                refusal = f"{target.title} has no FP8 arithmetic; choose another --target"
+                problem = f"{target.title} has no FP8 arithmetic; choose another --target"
                 weight_only = f"{title} runs FP8 weight-only on {target.title}; use int8"
-                report.append(Finding(name, False, weight_only if engine == "sglang" else refusal))
+                report.append(Check(name, False, weight_only if engine == "sglang" else problem))
     return report
 
 
-def _format(plan: Plan, engine: str) -> list[Finding]:
+def _format(plan: Plan, engine: str) -> list[Check]:
     """Whether the engine loads the checkpoint that would be written; nothing where it can't be, which the plan says."""
     try:
         block = plan.recipe.exporter.configs(plan.layers).get("config.json")
@@ -140,67 +140,67 @@ def _format(plan: Plan, engine: str) -> list[Finding]:
     facts = readers.gather_facts(
         config | ({"quantization_config": block} if block else {}), "OUT", experts=models.mixture(config) is not None
     )
-    verdict, name = readers.load_verdict(engine, facts), f"{engine}: format"
+    verdict, name = readers.engine_support(engine, facts), f"{engine}: format"
     if verdict.reason:
         remedy = (
             "choose another --scheme or --format, or --engine vllm" if engine != "vllm" else "choose another --format"
         )
-        return [Finding(name, False, f"{verdict.reason}; {remedy}")]
+        return [Check(name, False, f"{verdict.reason}; {remedy}")]
     needs = f" with {', '.join(verdict.needs)}" if verdict.needs else ""
     source = ", by its source; not run" if verdict.evidence.startswith("read") else ""
     loader = "; by vlmcompress.models.open_model" if verdict.loader else ""
     notes = "".join(f"; {note}" for note in verdict.notes)
-    return [Finding(name, True, f"{verdict.title} loads {plan.recipe.format}{needs}{source}{loader}{notes}")]
+    return [Check(name, True, f"{verdict.title} loads {plan.recipe.format}{needs}{source}{loader}{notes}")]
 
 
-def _family(plan: Plan, target: Target | None, engine: str) -> list[Finding]:
+def _family(plan: Plan, target: Target | None, engine: str) -> list[Check]:
     """Whether the engine serves the family on the target."""
     if engine != "vllm" or target is None:
         return []
     if target.is_cpu and plan.source.spec.engine.vllm_cpu:
-        return [Finding("vllm: family", False, plan.source.spec.engine.vllm_cpu)]
+        return [Check("vllm: family", False, plan.source.spec.engine.vllm_cpu)]
     blocks = describe(plan.source.meta_model).blocks
     heads = {block.head_dim for block in blocks if isinstance(block, Attention)}
     if target.head_sizes and (refused := heads - target.head_sizes):
         sizes = ", ".join(map(str, sorted(target.head_sizes)))
         text = f"{target.title} has no attention for heads of {max(refused)}, only {sizes}"
-        return [Finding("vllm: family", False, text)]
-    return [Finding("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
+        return [Check("vllm: family", False, text)]
+    return [Check("vllm: family", True, f"{plan.source.spec.family} runs on {target.title}")]
 
 
-def _names(plan: Plan, engine: str) -> list[Finding]:
+def _names(plan: Plan, engine: str) -> list[Check]:
     """Whether vLLM finds the model's tensors, and what is done where it does not."""
     if plan.source.unfound:
         lost = models.unfound_text(plan.source.unfound)
-        return [Finding("names", True, f"{lost}; so it can't load the source, but it loads what quantize writes")]
-    return [Finding("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
+        return [Check("names", True, f"{lost}; so it can't load the source, but it loads what quantize writes")]
+    return [Check("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
 
 
-def _processor(model: Path) -> Finding:
+def _processor(model: Path) -> Check:
     groups = (
         ("tokenizer.json", "tokenizer.model", "vocab.json"),
         ("processor_config.json", "preprocessor_config.json"),
     )
     missing = [" or ".join(names) for names in groups if not any((model / name).is_file() for name in names)]
     if missing:
-        return Finding("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
+        return Check("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
     try:
         with models.quiet_transformers():
             models.load_processor(model)
     except UserError as error:
-        return Finding("processor", False, str(error))
-    return Finding("processor", True, "tokenizer and image processor are there")
+        return Check("processor", False, str(error))
+    return Check("processor", True, "tokenizer and image processor are there")
 
 
-def _vocabulary(plan: Plan) -> list[Finding]:
+def _vocabulary(plan: Plan) -> list[Check]:
     """Whether the embedding has a row for each token; what an adapter changes of that is among the plan's problems."""
     rows = models.rows_of(plan.source.meta_model)
     if plan.recipe.adapter or not (beyond := models.unembedded(plan.recipe.inputs_folder, rows)):
         return []
-    return [Finding("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
+    return [Check("tokenizer", False, f"{beyond}; add rows (resize_token_embeddings), or remove these tokens")]
 
 
-def _reducer(plan: Plan, engine: str) -> list[Finding]:
+def _reducer(plan: Plan, engine: str) -> list[Check]:
     """Findings about a reducer, without reasons against it, which are among the plan's problems."""
     if plan.visual_tokens is None or plan.problems:
         return []
@@ -212,48 +212,48 @@ def _reducer(plan: Plan, engine: str) -> list[Finding]:
         if hasattr(writer, "reducer_problem"):
             problem = writer.reducer_problem(plan.source.spec.family, plan.recipe.reduce.plain())
         if problem:
-            return [Finding(title, False, problem)]
-    return [Finding(title, True, plan.visual_tokens.text)]
+            return [Check(title, False, problem)]
+    return [Check(title, True, plan.visual_tokens.text)]
 
 
-def _draft(plan: Plan) -> list[Finding]:
+def _draft(plan: Plan) -> list[Check]:
     """What becomes of a head that drafts tokens; why it can't be carried is among the plan's problems."""
     source = plan.source
     if lost := models.draft_lost(source.spec, source.config, source.stored):
-        return [Finding("speculation", True, f"{lost}; what quantize writes says 0")]
+        return [Check("speculation", True, f"{lost}; what quantize writes says 0")]
     names = models.draft_tensors(source.spec, source.stored)
     if not names or models.draft_problem(source.spec, source.config, source.stored):
         return []
     whole = size(sum(source.stored[name].nbytes for name in names))
     title = f"{', '.join(models.draft_roots(source.spec, source.stored))}, a head that drafts tokens"
-    return [Finding("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
+    return [Check("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
 
 
-def _size(plan: Plan, target: Target | None) -> list[Finding]:
+def _size(plan: Plan, target: Target | None) -> list[Check]:
     """Whether the weights get smaller, and fit on the target."""
     before, after = plan.bytes_before, plan.bytes_after
     if (plan.recipe.reduce or plan.recipe.resize) and after == before:
-        report = [Finding("size", True, f"{size(after)}, as the weights stay as they are")]
+        report = [Check("size", True, f"{size(after)}, as the weights stay as they are")]
     elif after < before:
-        report = [Finding("size", True, f"{size(before)} -> {size(after)} ({smaller(before, after)})")]
+        report = [Check("size", True, f"{size(before)} -> {size(after)} ({smaller(before, after)})")]
     else:
-        report = [Finding("size", False, f"{size(after)} is not smaller than {size(before)}; choose another scheme")]
+        report = [Check("size", False, f"{size(after)} is not smaller than {size(before)}; choose another scheme")]
     if target and target.memory:
         room = MEMORY_SHARE * target.memory * 1e9 - after
-        refusal = f"{size(after)} do not fit on {target.title}; use a scheme of fewer bits"
+        problem = f"{size(after)} do not fit on {target.title}; use a scheme of fewer bits"
         left = f"{size(room)} left on {target.title} for the KV cache and activations"
-        report.append(Finding("memory", room > 0, left if room > 0 else refusal))
+        report.append(Check("memory", room > 0, left if room > 0 else problem))
     return report
 
 
-def _calibration(plan: Plan) -> tuple[Preview | None, Finding]:
+def _calibration(plan: Plan) -> tuple[Preview | None, Check]:
     """A look at the calibration data, and whether the run could read them."""
     preview = None
     try:
         preview = preview_data(plan)
         sample = encode_preview(plan, preview) if preview and not plan.statistics else ""
     except UserError as error:
-        return preview, Finding("calibration", False, str(error))
+        return preview, Check("calibration", False, str(error))
     data = plan.recipe.calibrate.data
     if plan.statistics:
         origin = plan.statistics.facts["calibration"]
@@ -265,4 +265,4 @@ def _calibration(plan: Plan) -> tuple[Preview | None, Finding]:
         detail = f"{data}, which was not looked at"
     else:
         detail = "not needed"
-    return preview, Finding("calibration", True, detail)
+    return preview, Check("calibration", True, detail)

@@ -15,7 +15,7 @@ from vlmcompress import models
 from vlmcompress.export import adapter, formats, tokenizers
 from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.plan import statistics_match
-from vlmcompress.quantization.plan.shape_checks import shape_problems
+from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.plan.survey import (
     VISION_MULTIPLE,
     Survey,
@@ -66,7 +66,7 @@ def assigned_schemes(survey: Survey) -> Iterator[str]:
     """Whether the target runs the schemes that some groups get instead of the recipe's, which `resolve` has checked."""
     if survey.recipe.target:
         for scheme in dict.fromkeys(method.scheme for method in survey.assigned.values()):
-            yield from targets.refusals(survey.recipe.target, scheme)
+            yield from targets.target_problems(survey.recipe.target, scheme)
 
 
 def experts(survey: Survey) -> Iterator[str]:
@@ -181,14 +181,14 @@ def something_to_write(survey: Survey) -> Iterator[str]:
 
 def bits(survey: Survey) -> Iterator[str]:
     """Whether the budget of the recipe's `bits` can be met."""
-    if survey.budget_fault:
-        yield survey.budget_fault
+    if survey.budget_problem:
+        yield survey.budget_problem
 
 
 def statistics(survey: Survey) -> Iterator[str]:
     """Whether the recipe's statistics can be read and match its model, data, reducer and scheme."""
-    if survey.statistics_fault:
-        yield survey.statistics_fault
+    if survey.statistics_problem:
+        yield survey.statistics_problem
     if survey.statistics:
         method = survey.method
         if survey.budget:  # any of the widths may be chosen

@@ -51,7 +51,7 @@ def shape_problems(
     if target is None:
         return
     machine = targets.get_target(target)
-    if group.expert is not None and (reason := machine.experts_refusal(scheme)):
+    if group.expert is not None and (reason := machine.experts_problem(scheme)):
         yield f"experts as {label(scheme)}: {reason}"
         return
     outputs = sum(rows for rows, _ in shapes)
