@@ -41,7 +41,7 @@ def convert(
     Args:
         source: our checkpoint, or another tool's in a supported format.
         out: folder to write; it is complete or absent.
-        format: name of a file in `vlmcompress/export/formats`.
+        format: name of a module in `vlmcompress.export.formats`.
         mmproj: see `Recipe`.
         shard_size: largest weight file.
         overwrite: replace an existing `out` of ours once the new one is complete.

@@ -114,7 +114,7 @@ class Recipe(_Frozen):
         engine: engine that will run the checkpoint; `vllm` refuses reducers that only transformers can run.
         seed: seed of every random choice.
         shard_size: size of the largest file of weights.
-        format: name of a file in `vlmcompress/export/formats`.
+        format: name of a module in `vlmcompress.export.formats`.
         mmproj: with the format `gguf`, type of the matrices of tower and projector; None: `q8_0` if a layer of the decoder is
             quantized, else `f16`; those of a float32 model stay float32.
     """

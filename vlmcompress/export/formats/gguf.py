@@ -28,7 +28,7 @@ from typing_extensions import override
 from vlmcompress.export.formats._base import EngineFiles, Parts
 from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.plan import TensorPlan, require_complete, planned
+from vlmcompress.export.gguf.plan import TensorPlan, planned, require_complete
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils import tensor_files

@@ -154,7 +154,9 @@ class ModelOpt(Writer, Reader):
         layer: dict[str, Any] = {"group_size": (0, 16), "has_zero_point": (False,), "pre_quant_scale": (False,)}
         only = {**layer, "kv_cache_scheme": kv, "kv_cache_quant_algo": kv}
         read = {"quant_algo", "quantized_layers", "ignore", "exclude_modules"}
-        require_known_keys(config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only)
+        require_known_keys(
+            config, read | {"quantization"}, {"quant_method", "producer", "config_groups", "version"}, only
+        )
         quantization = config.get("quantization") or {}
         require_known_keys(quantization, read, (), only, "quantization.")
         for name, of_layer in ((quantization or config).get("quantized_layers") or {}).items():
