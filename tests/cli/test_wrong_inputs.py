@@ -204,7 +204,6 @@ serve {DEMO} --port 99999: --port 99999
 eval out: --baseline
 eval out --baseline llava --limit 0: --limit 0
 eval /no/such/out --baseline m: /no/such/out
-{EVAL} --suite chartqq: chartqq chartqa
 {EVAL} --suite chartqa: --data
 {EVAL} --suite nothing.yaml: nothing.yaml
 {EVAL} --engine vlm: vlm vllm
