@@ -196,6 +196,7 @@ def test_an_image_costs_as_many_tokens_as_the_checkpoint_declares(tmp_path, monk
     assert ranks and min(ranks) > 0.75, ranks
 
 
+@pytest.mark.slow
 def test_one_core_is_enough(tmp_path, monkeypatch):
     """OpenVINO 2026.4 dies of SIGFPE where it compiles a graph in bfloat16 for one thread, which is all that it has there."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

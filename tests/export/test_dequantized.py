@@ -28,10 +28,8 @@ def source(tmp_path_factory):
     return build("llava", tmp_path_factory.mktemp("source") / "model")
 
 
-@pytest.mark.parametrize(
-    ("packing", "symmetric"),
-    [("auto_round", True), pytest.param("auto_round:auto_gptq", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("packing", "symmetric"), [("auto_round", True), ("auto_round:auto_gptq", False)])
 def test_auto_rounds_own_files(source, packing, symmetric, tmp_path):
     """Oracle: the weights that auto-round left in the model in memory before it packed them."""
     from auto_round import AutoRound
