@@ -391,7 +391,7 @@ def test_the_example_reducer_is_right(contributed):
 def test_the_example_reducer_is_known_everywhere(contributed):
     Image.effect_noise((84, 84), 80).convert("RGB").save(contributed / "noise.png")
     path = os.pathsep.join([str(contributed), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = ["inspect", "eval/demo/demo-llava", "--image", str(contributed / "noise.png"), "--reduce", "unlike:0.25"]
+    command = ["inspect", "eval/demo/demo-llava", str(contributed / "noise.png"), "--reduce", "unlike:0.25"]
     done = subprocess.run(
         [sys.executable, "-m", "vlmcompress", *command, "-o", str(contributed / "out.png"), "--json"],
         cwd=ROOT,

@@ -100,7 +100,7 @@ class Trained:
         self.tensors = {name: tensor.float() for name, tensor in stored.items() if name not in tables}
 
     def logits(self, text: str, answered: list[int], proposal: list[int]) -> torch.Tensor:
-        """Logits of the guesses after the tokens `answered` of an answer; a later one sees the tokens of `proposal` before it."""
+        """Logits of the guesses after those that were answered; a later one sees the tokens of `proposal` before it."""
         batch = encode_prompt(Sample("0", [self.image], text), self.draft_data.target)
         prompt = batch["input_ids"][0]
         whole = torch.cat([prompt, torch.tensor(answered + proposal)])

@@ -61,7 +61,11 @@ def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_videos_are_off_by_default(checkpoint: Path) -> None:
-    assert [line for line in remarks(arguments_of(checkpoint)) if "Requests can have no videos; --videos N" in line]
+    assert [
+        line
+        for line in remarks(arguments_of(checkpoint))
+        if "Requests can have no videos; --videos-per-request N" in line
+    ]
     arguments = arguments_of(checkpoint, videos=2)
     assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(arguments) == []

@@ -88,7 +88,7 @@ def test_names_that_an_engine_does_not_find_are_corrected(tmp_path, family):
             shard_size="300KB",
         )
     expected, got = load(tmp_path / "hub-out"), load(tmp_path / "saved-out")
-    drafts = models.draft_tensors(models.REGISTRY.get(family).SPEC, expected)  # transformers saves none
+    drafts = models.mtp_tensors(models.REGISTRY.get(family).SPEC, expected)  # transformers saves none
     expected = {name: value for name, value in expected.items() if name not in drafts}
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
     index = json.loads((tmp_path / "saved-out" / model_folder.INDEX).read_text())

@@ -31,7 +31,7 @@ from vlmcompress.models import (
     require_unquantized,
     untied,
     unwritten_names,
-    without_lost_draft,
+    without_missing_mtp,
 )
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
@@ -217,7 +217,7 @@ def written_config(
     config = read_config(source.path, weights=False)
     require_unquantized(source.path, config)
     names = [entry.name for entry in source.entries.values()]
-    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **(settings or {})}
+    config = {**without_missing_mtp(source.spec, source.spec.completed(config), names), **(settings or {})}
     # Unchanged tensors are copied as bytes, and config.json has to match them in types, ties and draft heads.
     config = untied(config) if source.spec.lm_head in quantized else config  # a quantized head shares no weight
     config = source.float_type.config(config)

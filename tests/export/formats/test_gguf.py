@@ -14,7 +14,7 @@ from vlmcompress.cli import main
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.formats import gguf as exporter
 from vlmcompress.export.gguf import GgufFile, ModelFacts, TensorRule
-from vlmcompress.export.gguf.plan import planned
+from vlmcompress.export.gguf.tensors import tensors_to_write
 from vlmcompress.export.gguf.tokenizer import _scores
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
@@ -145,7 +145,7 @@ def test_matrices_of_a_tower_have_8_bits_where_llama_cpp_quantizes_them(mmproj, 
         mmproj=mmproj,
     )
     rules = GgufFile({}, tuple(TensorRule(name, name) for name in shapes))
-    plans = planned(rules, parts, ModelFacts({}, {}), "vision")
+    plans = tensors_to_write(rules, parts, ModelFacts({}, {}), "vision")
     expected = dict.fromkeys(shapes, rest) | dict.fromkeys(list(shapes)[:2], matrix)
     expected |= dict.fromkeys(("v.position_embd.weight", "v.class_embd", "v.blk.0.ln1.weight"), "F32")
     assert {plan.name: plan.kind for plan in plans} == expected

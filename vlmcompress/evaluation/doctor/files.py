@@ -344,23 +344,23 @@ def _readers(subject: _Subject) -> str:
 def _draft(subject: _Subject) -> str:
     """Check the checkpoint's draft head: whether it is complete, and excluded from quantization."""
     specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
-    problem = models.draft_problem(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
+    problem = models.mtp_problem(spec, subject.config, specs) or models.missing_mtp(spec, subject.config, specs)
     if problem:
         raise UserError(problem)
-    names = models.draft_tensors(spec, specs)
-    if spec.draft is None or not names:
+    names = models.mtp_tensors(spec, specs)
+    if spec.mtp is None or not names:
         return "no draft head"
     block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
-    quantized = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
+    quantized = [name for name in models.mtp_modules(spec, specs) if reader.quantizes(block, name)]
     if quantized:
         why = f"would be read as quantized, first '{quantized[0]}', and engines would not start with speculation"
         raise UserError(f"{len(quantized)} layers of the draft head {why}; quantize again")
-    literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
-    searched = reader is compressed_tensors and not spec.draft.joint
+    literal = compressed_tensors.mtp_entries(spec.mtp.prefix)[0]
+    searched = reader is compressed_tensors and not spec.mtp.joint
     if searched and block["config_groups"] and literal not in block["ignore"]:
         raise UserError(f"ignore has no '{literal}', which SGLang searches for literally; quantize again, or add it")
     carried = size(sum(specs[name].nbytes for name in names))
-    return f"{', '.join(models.draft_roots(spec, specs))}, a draft head: {len(names)} tensors, {carried}, in 16 bits"
+    return f"{', '.join(models.mtp_roots(spec, specs))}, an MTP head: {len(names)} tensors, {carried}, in 16 bits"
 
 
 def _types(subject: _Subject) -> str:

@@ -128,8 +128,8 @@ def configs(layers: Layers, *, version: str) -> dict[str, dict]:
     for scheme in others:
         names = [layer for layer, of_layer in layers.quantized.items() if of_layer == scheme]
         dynamic[f"+:{_pattern(names)}"] = _numbers(scheme)
-    for kept in layers.kept:  # draft heads get the pattern of published checkpoints
-        dynamic[f"-:.*{kept.names[0]}.*" if kept.draft else f"-:{_pattern([kept.names], kept.whole)}"] = {}
+    for kept in layers.kept:  # MTP heads get the pattern of published checkpoints
+        dynamic[f"-:.*{kept.names[0]}.*" if kept.mtp else f"-:{_pattern([kept.names], kept.whole)}"] = {}
     block = {
         "quant_method": "gptq",
         "checkpoint_format": version,

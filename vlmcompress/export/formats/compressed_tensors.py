@@ -329,13 +329,13 @@ def ignore_entries(modules: Iterable[Kept]) -> list[str]:
 
     transformers compares them with memory names, vLLM with its own names (it maps plain entries from names on disk, but not
     regular expressions), other readers with tensor names. So a single layer is listed by each of its names, a part of the
-    model as one regular expression over them. A draft head is listed in both common forms: SGLang searches for the first one
+    model as one regular expression over them. An MTP head is listed in both common forms: SGLang searches for the first one
     literally.
     """
     entries: list[str] = []
     for kept in modules:
-        if kept.draft:
-            entries += draft_entries(kept.names[0])
+        if kept.mtp:
+            entries += mtp_entries(kept.names[0])
         elif kept.whole:
             entries.append(f"re:(?:{'|'.join(map(re.escape, kept.names))})\\..*")
         else:
@@ -343,8 +343,8 @@ def ignore_entries(modules: Iterable[Kept]) -> list[str]:
     return list(dict.fromkeys(entries))
 
 
-def draft_entries(prefix: str) -> list[str]:
-    """Entries of `ignore` for a draft head whose modules' names begin with `prefix` in vLLM."""
+def mtp_entries(prefix: str) -> list[str]:
+    """Entries of `ignore` for an MTP head whose modules' names begin with `prefix` in vLLM."""
     return [f"re:^{prefix}.*", f"re:.*{prefix}.*"]
 
 

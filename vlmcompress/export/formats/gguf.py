@@ -28,7 +28,7 @@ from torch import Tensor
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.plan import TensorPlan, planned, require_complete
+from vlmcompress.export.gguf.tensors import TensorWrite, require_complete, tensors_to_write
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
@@ -145,8 +145,8 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     gguf_family: GgufFamily = REGISTRY.get(family).FAMILY
     arch = gguf_family.arch(facts)
     files = {
-        MODEL: (arch, gguf_family.language, planned(gguf_family.language, parts, facts, "language")),
-        MMPROJ: ("clip", gguf_family.vision, planned(gguf_family.vision, parts, facts, "vision")),
+        MODEL: (arch, gguf_family.language, tensors_to_write(gguf_family.language, parts, facts, "language")),
+        MMPROJ: ("clip", gguf_family.vision, tensors_to_write(gguf_family.vision, parts, facts, "vision")),
     }
     tensors = [plan for *_, plans in files.values() for plan in plans]
     require_complete(gguf_family, parts, tensors)
@@ -172,7 +172,7 @@ def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, 
     return total
 
 
-def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[TensorPlan]) -> Iterator[int]:
+def _write_file(path: Path, architecture: str, keys: Mapping[str, Any], plans: list[TensorWrite]) -> Iterator[int]:
     """Write a file tensor by tensor, yielding the number of bytes of each."""
     import gguf
     import numpy as np

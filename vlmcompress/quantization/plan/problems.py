@@ -97,10 +97,10 @@ def published_search(survey: Survey) -> Iterator[str]:
         )
 
 
-def draft_head(survey: Survey) -> Iterator[str]:
-    """Whether the model's draft head can be copied."""
+def mtp_head(survey: Survey) -> Iterator[str]:
+    """Whether the model's MTP head can be copied."""
     source = survey.source
-    if problem := models.draft_problem(source.spec, source.config, source.stored):
+    if problem := models.mtp_problem(source.spec, source.config, source.stored):
         yield problem
 
 
@@ -222,7 +222,7 @@ CHECKS: tuple[Check, ...] = (
     assigned_schemes,
     experts,
     published_search,
-    draft_head,
+    mtp_head,
     skip,
     shapes,
     matrices_of_the_vocabulary,
