@@ -145,8 +145,7 @@ CONTRACTS = {
     "sketch PREPARED_BY",
     "reduction/methods": "REDUCER",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
-    "export/formats": "problems SCALES OTHER_NAMES renamed VOCABULARY GROUP_SIZE ENGINE model_config source_problems "
-    "reducer_problem write_files token_ids TITLE",
+    "export/formats": "FORMAT",
     "export/launch": "ENGINE GPUS TITLE CHECKED files command further",
     "cli": "GROUP PLACE PASSES_ON options run",
 }

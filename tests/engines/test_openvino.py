@@ -244,7 +244,7 @@ def test_equal_inputs_give_equal_files(tmp_path):
 
 
 def test_a_missing_openvino_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(exporter, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(exporter.OpenVino, "PACKAGES", ("no_such_package",))
     source = build(FAST, tmp_path / "source")
     assert main(["quantize", str(source), "--scheme", "none", "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
     assert "no_such_package is not installed; pip install '.[openvino]'" in capsys.readouterr().err

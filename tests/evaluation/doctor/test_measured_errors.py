@@ -52,8 +52,8 @@ FORMATS = [
 def test_stored_errors_are_read_back(scheme):
     torch.manual_seed(0)
     weight = round_to_nearest(torch.randn(64, 96), scheme.weights, scale_dtype=torch.bfloat16)
-    stored = compressed_tensors.tensors(weight, scheme)
-    back, _ = compressed_tensors.read(stored, scheme, (64, 96))
+    stored = compressed_tensors.FORMAT.tensors(weight, scheme)
+    back, _ = compressed_tensors.FORMAT.read(stored, scheme, (64, 96))
     assert torch.equal(back.dequantize(torch.float32), weight.dequantize(torch.float32))
 
 

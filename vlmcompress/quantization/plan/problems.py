@@ -166,7 +166,7 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
-    if hasattr(recipe.exporter, "source_problems"):  # a conversion to another engine's format is a change
+    if recipe.exporter.ENGINE:  # a conversion to another engine's format is a change
         return
     if not (
         survey.layers.quantized
