@@ -93,12 +93,12 @@ def carried(spec, source: Path, out: Path) -> str | None:
     """What became of the head that drafts tokens, byte for byte; None where the family has none."""
     from safetensors.torch import load_file
 
-    if spec.draft is None:
+    if spec.mtp is None:
         return None
     heads = []
     for folder in (source, out):
         tensors = load_file(folder / "model.safetensors")
-        heads.append({name: tensors[name] for name in tensors if name.startswith(f"{spec.draft.prefix}.")})
+        heads.append({name: tensors[name] for name in tensors if name.startswith(f"{spec.mtp.prefix}.")})
     before, after = heads
     if not before:
         return "not tried"

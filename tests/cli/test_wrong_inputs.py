@@ -42,7 +42,7 @@ EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}
 RECOVER = "recover llava --calib data/calib.jsonl -o new"
 RECOVERED = f"{RECOVER} --reduce divprune:0.25"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
-INSPECT = "inspect llava --image a.png -o new.png"
+INSPECT = "inspect llava a.png -o new.png"
 CONFIG, PROCESSOR, WEIGHTS = "llava/config.json", "llava/processor_config.json", "llava/model.safetensors"
 ROW = {"image": "a.png", "question": "what is it", "answer": "red"}
 LAYER = "model.language_model.layers.0.mlp.up_proj"
@@ -204,7 +204,6 @@ serve {DEMO} --port 99999: --port 99999
 eval out: --baseline
 eval out --baseline llava --limit 0: --limit 0
 eval /no/such/out --baseline m: /no/such/out
-{EVAL} --suite chartqq: chartqq chartqa
 {EVAL} --suite chartqa: --data
 {EVAL} --suite nothing.yaml: nothing.yaml
 {EVAL} --engine vlm: vlm vllm
@@ -245,8 +244,8 @@ check llava --question q: --image-size
 {INSPECT}: --reduce
 {INSPECT} --reduce relevance:0.5: relevance --question
 {INSPECT} --reduce dart:0.5 -o x.jpg: x.jpg .png
-{INSPECT} --reduce dart:0.5 --image no.png: no.png
-{INSPECT} --reduce dart:0.5 --image calib.jsonl: calib.jsonl PNG
+{INSPECT.replace("a.png", "no.png")} --reduce dart:0.5: no.png
+{INSPECT.replace("a.png", "calib.jsonl")} --reduce dart:0.5: calib.jsonl PNG
 {INSPECT} --reduce fastv:0.5,layer=7: 7 2
 {INSPECT.replace("llava", "gemma3")} --reduce fastv:0.5: gemma3 windows use
 {INSPECT.replace("llava", "qwen")} --reduce visionzip:0.5: CLS

@@ -28,7 +28,11 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     require_processor_sizes(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
     with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        try:
+            processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            needed = " ".join(str(error).split()).partition(" but ")[0]
+            raise UserError(f"{path}: {needed}; install it with pip, torchvision in the build of your torch") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
     if not isinstance(getattr(processor, "image_token", ""), str):

@@ -111,6 +111,25 @@ def parse_repository(name: str | Path, kind: Kind = "model") -> Repository | Non
     return Repository(match["id"], kind, match["revision"], match["part"])
 
 
+def require_data(name: str | Path, *, answered: bool = False) -> None:
+    """Raise `UserError` for a path that can't be data, known at a glance; ids of the Hub pass.
+
+    Args:
+        answered: they must have answers, which a folder of images has not.
+    """
+    if parse_repository(name, "dataset") is not None:
+        return
+    path, remedy = Path(name), "a folder of images, a .jsonl or .parquet file, or a data set"
+    if answered:
+        remedy = "a .jsonl or .parquet file with answers, or a data set"
+        if path.is_dir() and not any((path / file).is_file() for file in SAVED):
+            raise UserError(f"{path} is a folder of images, which have no answers; give {remedy}")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give {remedy}")
+    if not path.is_dir() and not path.is_file():
+        raise UserError(f"{path} is a pipe or a device, and data are read more than once; write them to a file")
+
+
 def local(
     name: str | Path,
     kind: Kind = "model",
