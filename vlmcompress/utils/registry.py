@@ -96,7 +96,7 @@ class Registry:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
 
     def get(self, name: str) -> Any:
-        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `check`."""
+        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `require`."""
         self.require(name)
         if name in self.table:
             return self.table[name]

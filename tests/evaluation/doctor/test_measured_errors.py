@@ -152,8 +152,8 @@ def test_bad_inputs_are_refused(stats, tmp_path, capfd, spoil):
     spoil(tmp_path)
     command = ["report", "--errors", str(out), "--stats", str(tmp_path / "stats"), "--model", str(tmp_path / "model")]
     assert cli.main(command) == 2
-    said = capfd.readouterr().err
-    assert REFUSED[spoil] in said and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert REFUSED[spoil] in output and output.count("\n") == 1
 
 
 def test_the_same_errors_in_another_format(stats, tmp_path):

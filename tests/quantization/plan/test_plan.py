@@ -367,9 +367,9 @@ def test_a_quantized_source_is_called_one(models, tmp_path):
     quantize(recipe(models["llava"], scheme="w8a16", out=str(quantized)))
     (foreign / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
     for folder, method in ((quantized, "compressed-tensors"), (foreign, "modelopt")):
-        says = f"{folder} is quantized already ({method}); give the 16-bit original"
-        assert says in bad(folder, scheme="rtn")["model"]
-        with pytest.raises(UserError, match=re.escape(says)):
+        output = f"{folder} is quantized already ({method}); give the 16-bit original"
+        assert output in bad(folder, scheme="rtn")["model"]
+        with pytest.raises(UserError, match=re.escape(output)):
             quantize(recipe(folder, scheme="rtn", out=str(tmp_path / "again")))
 
 
