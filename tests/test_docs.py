@@ -146,7 +146,6 @@ CONTRACTS = {
     "reduction/methods": "REDUCER",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
     "export/formats": "FORMAT",
-    "export/launch": "ENGINE GPUS TITLE CHECKED files command further",
     "cli": "GROUP PLACE PASSES_ON options run",
 }
 """Plug folder -> the names that its docstring defines, one at the beginning of a line."""

@@ -397,8 +397,8 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(calibrate := values.get("calibrate", {}), dict):
         raise UserError(f"--set calibrate is {calibrate!r}; set keys of it, like calibrate.samples=64")
     for key in ("data", "text"):
-        if isinstance(name := calibrate.get(key), str):
-            hub.require_data(name)
+        if isinstance(source := calibrate.get(key), str):
+            hub.require_data(source)
     if isinstance(path := values.get("model"), str):
         read_model_config(path)
     return values

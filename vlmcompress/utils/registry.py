@@ -96,7 +96,7 @@ class Registry:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
 
     def get(self, name: str) -> Any:
-        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `check`."""
+        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `require`."""
         self.require(name)
         if name in self.table:
             return self.table[name]
@@ -179,4 +179,3 @@ FAMILIES = Registry("vlmcompress.models.families", "model family")
 LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")
 OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO")
 VERBS = Registry("vlmcompress.cli", "verb")
-LAUNCHERS = Registry("vlmcompress.export.launch", "launch file")
