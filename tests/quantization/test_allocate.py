@@ -153,7 +153,7 @@ def test_rankings_by_entropy(world, tmp_path, by):
 
 
 def test_without_statistics_they_are_collected_first(world, tmp_path):
-    """The same widths as with statistics of the same data, solved after quantized blocks; nothing is left behind."""
+    """The same widths as with statistics of the same data, solved after quantized blocks; nothing is left over."""
     out = tmp_path / "out"
     done = quantize(recipe(world, out, {"budget": 3.9}, stats=False))
     with_stats = allocate.allocate_bits(make_plan(recipe(world, None, {"budget": 3.9})), progress=silent)

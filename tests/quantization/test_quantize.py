@@ -256,7 +256,7 @@ def test_needs_calibration_data(world, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
 def test_balance(world, tmp_path, scheme):
-    """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
+    """Other weights than without, a checkpoint that is whole, and a manifest that records it."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
     arguments = dict(SCHEMES[scheme])
     quantize(recipe(world, plain, scheme, options=arguments | {"balance": "off"}))

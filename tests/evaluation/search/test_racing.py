@@ -1,4 +1,4 @@
-"""The race, in worlds whose truth is known: answers are drawn once for each candidate, and asking more goes on with them."""
+"""The race, in worlds whose truth is known: answers are drawn once for each candidate, further questions take the next."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_without_divergences_the_best_still_wins() -> None:
 
 
 def test_questions_are_counted() -> None:
-    """Oracle: the log of questions; those of an earlier rung are not asked again."""
+    """Oracle: the log of questions; those of an earlier rung are not repeated."""
     world = World(SCHEMES | REDUCERS, breaks={"int8 + half": 300})
     race, _ = run(world)
     last: dict[str, int] = {}
@@ -125,7 +125,7 @@ def test_rounds_grow_threefold_from_a_minimum(questions, rounds) -> None:
 
 
 def test_no_candidate_gets_more_questions_than_the_original() -> None:
-    """The fewest questions that a search takes are fewer than single changes are asked elsewhere."""
+    """The fewest questions that a search takes are fewer than single changes get elsewhere."""
     world = World(SCHEMES | REDUCERS)
     _, winner = run(world, rules=(0.3, 30))
     assert {questions for _, questions in world.log} == {30} and winner
@@ -196,7 +196,7 @@ def test_the_result_does_not_depend_on_the_order_of_answers() -> None:
 
 
 def test_a_known_gain_is_used() -> None:
-    """Trials of this world say that nothing gains; what is known beforehand says otherwise, of combinations, too."""
+    """Trials of this world show no gain; known gains contradict them, of combinations, too."""
     race, winner = run(World(SCHEMES | REDUCERS, foreknown=True, measuring=False))
     assert winner and winner.candidate.name == BEST and winner.gain == pytest.approx(2.4)
     assert race.states["int8 + half"].gain == pytest.approx(1.3 * 1.5)

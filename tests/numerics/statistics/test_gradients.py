@@ -65,7 +65,7 @@ def test_gradients_follow_mbqs_definition():
         q, k, o, up, down = linears
         blocks.append(linears)
         groups.append({"qkv": [q, k], "o": [o], "gate_up": [up], "down": [down]})
-    groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not asked for
+    groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not needed
     computed = sensitivities(Gradients(0.0, 1, blocks), groups)
     assert computed.keys() == {(layer, name) for layer in range(4) for name in groups[layer]}
     attention, mlp = arithmetic.median([0.5, 0.25, 2.0, 1.0]), arithmetic.median([3.0, 1.0, 7.0, 2.0])
@@ -169,7 +169,7 @@ def test_an_interrupted_calibrate_continues_after_the_gradient_pass(world, tmp_p
 
 
 def test_samples_without_answers_are_refused(world, tmp_path):
-    """What schemes read without options is collected when nothing is asked for; what can't be had is refused when it is."""
+    """What schemes read without options is collected by default; what can't be had is refused on request."""
     command = ["calibrate", str(world / "model"), "--calib", str(world / "silent.jsonl"), "-o", str(tmp_path / "all")]
     assert cli.main(command) == 0
     assert statistics_folder.read_statistics(tmp_path / "all").facts["needs"] == ["absmax", "absmean", "gram"]

@@ -1,4 +1,4 @@
-"""What `check` says of attention: an FP8 KV cache by target and model, FP8 in the vision tower."""
+"""The output of `check` about attention: an FP8 KV cache by target and model, FP8 in the vision tower."""
 
 from __future__ import annotations
 
