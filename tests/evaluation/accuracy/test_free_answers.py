@@ -240,7 +240,7 @@ def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
         {"id": "1", "question": "q", "answer": "a|b"},
     ]
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    says = Echo(lambda request: "hound" if request.id == "0" else "a|b")
-    results = evaluate(tmp_path / "model", tmp_path / "model", [data], None, EvalOptions(says, says, score="exact"))
+    output = Echo(lambda request: "hound" if request.id == "0" else "a|b")
+    results = evaluate(tmp_path / "model", tmp_path / "model", [data], None, EvalOptions(output, output, score="exact"))
     assert [sample.baseline_score for sample in results.samples] == [1, 1]
     assert results.samples[0].expected == "a dog | hound"

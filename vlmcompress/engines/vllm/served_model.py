@@ -107,6 +107,7 @@ class ServedDecoder:
         """
         layers = []
         for block in self.blocks:
+            # A recurrent state has one size whatever the length; keys and values grow by the token, or up to a window.
             if isinstance(block, State):
                 drafted = block.drafted * drafts // tp * block.parts[0][1]
                 layers.append(CacheLayer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
@@ -152,6 +153,7 @@ def describe(model: PreTrainedModel) -> ServedDecoder:
     """Describe the decoder of a model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
     blocks = list(model.get_decoder().layers)
+    # transformers names each block's kind in `layer_types`; older configs have one window for all, or a switch for it.
     sliding = getattr(config, "sliding_window", None)
     whole = "sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
@@ -180,6 +182,7 @@ def tp_problem(decoder: ServedDecoder, tp: int) -> str | None:
         if isinstance(block, Attention):
             if block.heads % tp:
                 return f"{block.heads} attention heads"
+            # vLLM copies heads of keys and values where there are fewer than devices (`QKVParallelLinear`).
             if block.kv_heads % tp and tp % block.kv_heads:
                 return f"{block.kv_heads} heads of keys and values"
         elif block and block.heads % tp:
