@@ -87,7 +87,10 @@ def test_a_run_killed_in_any_phase_continues(world, tmp_path):
     assert moment > 6
 
 
-@pytest.mark.parametrize("verb", CASES)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(verb, marks=pytest.mark.slow) if verb in ("recover", "draft") else verb for verb in CASES],
+)
 def test_an_interrupted_verb_continues_to_the_same_bytes(world, tmp_path, capsys, monkeypatch, verb):
     flags, others, (label, last) = CASES[verb]
     ending = ".safetensors" if verb == "learn-reducer" else ""
