@@ -74,7 +74,7 @@ def test_videos_are_off_by_default(checkpoint: Path) -> None:
         arguments_of(checkpoint, videos=-1)
 
 
-def test_a_server_that_others_reach_is_told_what_it_fetches(checkpoint: Path) -> None:
+def test_a_server_that_others_reach_warns_of_what_it_fetches(checkpoint: Path) -> None:
     """One warning, where no flag names the hosts that images may come from; none for this machine alone."""
     warned = {
         host: sum(line.startswith("warning: ") for line in remarks(arguments_of(checkpoint, host=host, extra=extra)))

@@ -77,7 +77,7 @@ def test_inputs_that_are_always_zero_need_no_tokens():
     assert not solve(gptq, [torch.randn(32, 64)], stats(x), gptq.Options(group_size=32), torch.float32).warnings
 
 
-def test_more_damping_than_asked_for():
+def test_more_damping_than_requested():
     """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are reported."""
     x = torch.randn(8, 128).repeat(100, 1)  # rank 8, though tokens are many
     solution = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
