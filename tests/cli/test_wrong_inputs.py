@@ -2,7 +2,7 @@
 
 A row of `CASES` is (what spoils the folder in which the command runs, the command, a pattern of the line). The folder has tiny
 models (`llava`, `qwen`, `gemma3`), the checkpoints `out` and `other` of two of them, `ct` of demo-llava in compressed-tensors,
-`stats`, `a.png` and `calib.jsonl` of one row with it, and `data/calib.jsonl` of 24.
+`a.png` and `calib.jsonl` of one row with it, and `data/calib.jsonl` of 24.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def original(tmp_path_factory) -> Path:
     data = ["--calib", str(folder / "calib.jsonl")]
     for model, out in (("llava", "out"), ("qwen", "other")):
         assert cli.main(["quantize", str(folder / model), "-o", str(folder / out), "--scheme", "gptq", *data]) == 0
-    assert cli.main(["calibrate", str(folder / "llava"), "-o", str(folder / "stats"), *data]) == 0
     rtn.write(DEMO, folder / "ct", rtn.SCHEMES["w4-symmetric"])
     return folder
 
@@ -289,9 +288,14 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
     yield "report --errors out other", "out is a .* model and other a .* model"
     yield "report --errors data", f"has no {MANIFEST}"
-    yield "report out --stats s", "--stats and --model are for --errors"
     yield "report --errors out --top -1", "--top is -1"
-    yield "report --errors out --stats s", "--stats and --model belong together"
+    yield "calibrate llava -o o", "there is no verb 'calibrate' any more; type vlmcompress quantize MODEL --calib"
+    yield "quantize llava -o o --scheme qronos", "take gptq-plus"
+    yield f"{RTN} --set calibrate.stats=s", "there is no key 'calibrate.stats' any more; name the samples"
+    yield (
+        "quantize llava -o o --scheme awq --set options.clip_sweeps=1",
+        "there is no option 'options.clip_sweeps' any more",
+    )
     yield "check llava --question q", "give their --image-size"
     yield from each(
         TOKENS,
@@ -496,11 +500,6 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     "nested manifest": (
         begin(f"out/{MANIFEST}", f'"x": {NESTED}, '),
         "report --errors out",
-        "not (a )?(readable|valid)",
-    ),
-    "nested statistics": (
-        begin("stats/statistics.json", f'"x": {NESTED}, '),
-        f"{RTN} --stats stats",
         "not (a )?(readable|valid)",
     ),
     "nested report": (write("r.json", f'{{"x": {NESTED}}}'), "report r.json", "not (a )?(readable|valid)"),

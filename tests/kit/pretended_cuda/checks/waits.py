@@ -18,7 +18,7 @@ from tests.kit.pretended_cuda.checks import CUDA
 from vlmcompress.models import decoder_blocks, load
 from vlmcompress.models.data import encode as encoded
 from vlmcompress.numerics.statistics.balance import Sensitivity
-from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+from vlmcompress.numerics.statistics.inputs import STATISTICS
 from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.solve import QuantMethod, solve_block
@@ -27,7 +27,7 @@ from vlmcompress.utils.registry import SCHEMES
 
 BOUNDS = {
     **dict.fromkeys(("rtn", "w8a16", "fp8", "fp8-block", "mxfp8", "qvlm"), 14),
-    **{"gptq": 49, "qronos": 53, "fp8-static": 64, "int8": 72, "mbq": 82, "awq": 103, "nvfp4": 127},
+    **{"gptq": 49, "fp8-static": 64, "int8": 72, "mbq": 82, "awq": 103, "nvfp4": 127},
     **dict.fromkeys(("gptq-plus", "mxfp4", "w4a8-fp8"), 138),
 }
 """Scheme -> most waits for solving one block of seven layers in four groups."""
@@ -97,7 +97,7 @@ def test_waits_of_solving(observed, scheme, count):
     """More samples cost no wait more."""
     module = SCHEMES.get(scheme)
     method = QuantMethod(module, module.Options(**{"objective": "gram"} if scheme == "mbq" else {}))
-    needs = (method.needs.statistics | {"gram"}) & {*STORABLE, CROSS}
+    needs = (method.needs.statistics | {"gram"}) & STATISTICS
     groups, weights, norms, stats = observed(count, frozenset(needs))
     with counting() as counts:
         solve_block(groups, dict(weights), stats, method, torch.bfloat16, {}, norms, 0.0)
