@@ -116,10 +116,10 @@ def test_the_size_of_the_whole(world, tmp_path, bits):
 
 @pytest.mark.parametrize("by", ["luq", "qvlm"])
 def test_rankings_by_entropy(world, tmp_path, monkeypatch, by):
-    real, seen = allocate._predicted, []
-    monkeypatch.setattr(allocate, "_predicted", lambda *arguments: seen.append(real(*arguments)) or seen[0])
+    real, facts = allocate._predicted, []
+    monkeypatch.setattr(allocate, "_predicted", lambda *arguments: facts.append(real(*arguments)) or facts[0])
     done = quantize(recipe(world, tmp_path / "out", {"budget": 3.9, "by": by, "among": [2, 4]}))
-    allocation, entropy = done.manifest["allocation"], seen[0]["entropy"]
+    allocation, entropy = done.manifest["allocation"], facts[0]["entropy"]
     mean = {}
     for entry in allocation["groups"]:
         mean.setdefault(entry["block"], []).append(int(entry["width"]))

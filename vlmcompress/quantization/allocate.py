@@ -99,7 +99,7 @@ def allocate_bits(plan: Plan, inputs: Inputs, work: WorkFolder, progress: Progre
         ],
     }
     widths = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in plan.groups}
-    return replace(plan, widths=widths, allocation=allocation).checked()
+    return replace(plan, widths=widths, allocation=allocation).require_no_problem()
 
 
 def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers: int, progress: Progress) -> Facts:
@@ -124,8 +124,7 @@ def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers:
         for name, stats in captured.stats.items():
             stats.sensitivity = rho.get((layer, name))
         for key, group_errors in _block_errors(plan, layer, captured.stats, gradients, answers).items():
-            known = errors.setdefault(key, dict.fromkeys(group_errors, 0.0))
-            known.update({name: known[name] + error for name, error in group_errors.items()})
+            errors[key] = group_errors
         if captured.rows is not None:
             with phase("entropy"):
                 paired = captured.rows[: entropy.PAIRED]
@@ -133,7 +132,7 @@ def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers:
                 entropies["qvlm"][layer] = entropy.conditional_entropy(before, paired)
                 before = paired
         progress("predicting", layer + 1, len(plan.blocks))
-    groups = [_Predicted(block=key[0], group=key[1], errors=found) for key, found in errors.items()]
+    groups = [_Predicted(block=layer, group=unit, errors=errors[layer, unit]) for layer, unit in errors]
     return Facts(groups=groups, entropy=entropies if measured else None)
 
 
