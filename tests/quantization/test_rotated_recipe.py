@@ -94,8 +94,8 @@ def test_bad_input_is_one_line(line, model, tmp_path, capsys):
         code = cli.main([*arguments, *rotated, *BAD[line]])
     except SystemExit as stopped:  # of argparse
         code = stopped.code
-    said = capsys.readouterr().err
-    assert code == 2 and line in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert code == 2 and line in output and "Traceback" not in output
     assert not list(tmp_path.iterdir())
 
 

@@ -77,7 +77,7 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     # faults of the source that the written checkpoint no longer has
     lines += [f"corrected here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     lines += models.unused_text(source)
-    lines += [*models.cast_text(source), *models.draft_dropped(source.spec, source.config, source.stored)]
+    lines += [*models.cast_text(source), *models.mtp_warnings(source.spec, source.config, source.stored)]
     # other files in the folders of model and adapter, and how they were handled
     lines += [*models.asides(recipe.model), *adapter.adapter_notes(recipe)]
     if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):

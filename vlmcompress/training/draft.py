@@ -27,7 +27,7 @@ from vlmcompress.engines import EngineSettings as EngineSettings
 from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.export.draft_images import DraftImages
-from vlmcompress.export.launch import REGISTRY
+from vlmcompress.export.launch import vllm
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample
 from vlmcompress.quantization.plan.calibration_data import data_source
@@ -351,7 +351,7 @@ def write_draft(folder: Path, draft_data: DraftData, best: Mapping[str, Tensor],
     target = draft_data.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
     served = launch_files.launch_facts(models.read_config(target), record, facts["target"].get("name") or target.name)
-    texts = REGISTRY.get("vllm").drafted(served, draft_data.kind, eagle3.STEPS)
+    texts = vllm.drafted(served, draft_data.kind, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
     draft_folder.write_draft(folder, config, facts, texts)
 

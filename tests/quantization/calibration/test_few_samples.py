@@ -32,12 +32,16 @@ def test_one_sample(tmp_path, capfd, monkeypatch):
         cli.main(["quantize", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--scheme", "gptq", "--json", *extra]) == 0
     )
     output = capfd.readouterr()
-    said = [line for line in output.err.splitlines() if line.startswith("warning: ")]
+    printed = [line for line in output.err.splitlines() if line.startswith("warning: ")]
     result = manifest.read_manifest(tmp_path / "out")
-    assert said == [f"warning: {line}" for line in result["warnings"]] and len(said) == 2
-    assert json.loads(output.out)["warnings"] == result["warnings"] and "calibrated on 1 samples" in said[0]
+    assert printed == [f"warning: {line}" for line in result["warnings"]] and len(printed) == 2
+    assert json.loads(output.out)["warnings"] == result["warnings"] and "calibrated on 1 samples" in printed[0]
     tokens = sum(result["calibration"]["tokens"].values())
-    assert "16 groups of layers" in said[1] and f"{tokens} tokens, 256 inputs" in said[1] and "--samples" in said[1]
+    assert (
+        "16 groups of layers" in printed[1]
+        and f"{tokens} tokens, 256 inputs" in printed[1]
+        and "--samples" in printed[1]
+    )
     errors = [max(error.values()) for error in result["errors"].values()]
     assert 0.01 < max(errors) < 0.06  # on its own tokens 0.3%
     assert "measured_on" in json.loads(output.out) and result["calibration"]["held_out"] == 4
