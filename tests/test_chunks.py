@@ -319,7 +319,7 @@ def test_rows_that_are_rotated(rows, kind, generator):
 
 @pytest.mark.parametrize("draws", [1, 999, 1000, 1001, 2000])
 def test_signs_that_are_drawn(draws):
-    """As many as were asked for: each draw of them is as extreme as a sum of 0."""
+    """As many as are drawn: each of them is as extreme as a sum of 0."""
     assert paired.monte_carlo_p(np.resize([0.5, -0.5], 2000).tolist(), draws=draws) == 1
 
 

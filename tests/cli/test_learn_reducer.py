@@ -1,4 +1,4 @@
-"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it goes on, what it refuses."""
+"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it continues, what it refuses."""
 
 from __future__ import annotations
 

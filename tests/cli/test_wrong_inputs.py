@@ -1,4 +1,4 @@
-"""Wrong arguments, broken files and files of strangers: exit code 2, one line that says what to do, soon, nothing written.
+"""Wrong arguments, broken files and files of strangers: exit code 2, one line with the remedy, soon, nothing written.
 
 A row of `CASES` is (what spoils the folder in which the command runs, the command, words that the line has: the flag or file
 that is wrong and what to take, in any wording). The folder has tiny models (`llava`, `qwen`, `gemma3`), the checkpoints `out`
@@ -430,7 +430,7 @@ CASES: dict[str, tuple[Spoil | None, str | list[str], str]] = {
 
 
 def state(folder: Path) -> dict[Path, tuple]:
-    """What is in a folder: kind, size and time of last change of each file; but for work that the next run goes on with."""
+    """What is in a folder: kind, size and time of last change of each file; but for work that the next run continues."""
     stats = {path: path.lstat() for path in folder.rglob("*") if "/.new" not in str(path)}
     return {p: (s.st_mode, *((s.st_size, s.st_mtime_ns) if p.is_file() else ())) for p, s in stats.items()}
 

@@ -65,7 +65,7 @@ def test_a_second_run_at_any_moment_is_refused(world: Path, tmp_path: Path) -> N
 
 
 def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) -> None:
-    """The second ends with code 2 and one line; the first goes on, and ends well. Both by the command line."""
+    """The second ends with code 2 and one line; the first continues, and ends well. Both by the command line."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
     # Nice, so that on a busy machine it does not end before this process sees it work.
@@ -78,7 +78,7 @@ def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) 
     printed = first.communicate(timeout=120)
     assert first.returncode == 0, printed
     assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
-    # If the first was done by then, the second says that OUT exists.
+    # If the first was done by then, the second reports that OUT exists.
     assert "another run, process " in second.stderr or "exists" in second.stderr
     assert json.loads((out / "vlmcompress.json").read_text())["calibration"]["samples"] == 6
 
@@ -110,7 +110,7 @@ def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Pat
 
 
 def test_workers_are_refused_together(world: Path, tmp_path: Path) -> None:
-    """Of two workers one looks at the lock. Both end, and one line is said."""
+    """Of two workers one looks at the lock. Both end, with one line."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
     with locked_output(out):

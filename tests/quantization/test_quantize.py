@@ -223,7 +223,14 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("options", [{"group_size": 32}, {"activations": 8, "bits": 8}, {"activations": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": 8, "bits": 8},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"group_size": 32}, {"activations": 8})),
+    ],
+    ids=str,
+)
 def test_mbq_as_published(world, tmp_path, options):
     """By block output: whole, smoothed otherwise than by Gram matrices, and little worse on the outputs of single layers; with
     8-bit weights most of the error is that of rounding inputs."""
@@ -248,7 +255,7 @@ def test_needs_calibration_data(world, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
 def test_balance(world, tmp_path, scheme):
-    """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
+    """Other weights than without, a checkpoint that is whole, and a manifest that records it."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
     arguments = dict(SCHEMES[scheme])
     quantize(recipe(world, plain, scheme, options=arguments | {"balance": "off"}))

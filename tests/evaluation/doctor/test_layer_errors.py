@@ -95,7 +95,7 @@ def test_the_effect_of_a_balance_is_shown(checkpoints, capfd):
 
 
 def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
-    """Shows the weights' own error and says how to get the rest; next to one that saw data it can't be put."""
+    """Shows the error of the weights and how to get the rest; it can't be compared with one that saw data."""
     rounded, off, _ = checkpoints
     assert cli.main(["report", "--errors", str(rounded)]) == 0
     output = capfd.readouterr().out

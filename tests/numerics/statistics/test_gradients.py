@@ -59,7 +59,7 @@ def test_gradients_follow_mbqs_definition():
         q, k, o, up, down = linears
         blocks.append(linears)
         groups.append({"qkv": [q, k], "o": [o], "gate_up": [up], "down": [down]})
-    groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not asked for
+    groups[3] = {"qkv": ["model.layers.3.self_attn.k_proj"]}  # the rest is not needed
     computed = sensitivities(Gradients(0.0, 1, blocks), groups)
     assert computed.keys() == {(layer, name) for layer in range(4) for name in groups[layer]}
     attention, mlp = arithmetic.median([0.5, 0.25, 2.0, 1.0]), arithmetic.median([3.0, 1.0, 7.0, 2.0])

@@ -95,7 +95,7 @@ def test_whose_maxima():
 
 
 def test_smoothquant_of_the_demo_model(tmp_path):
-    """The manifest says whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
+    """The manifest records whose the maxima are, and errors are those of INT8 inputs: several times those of the weights."""
     keys = {"model": str(DEMO_LLAVA), "out": str(tmp_path / "out"), "scheme": "int8", "calibrate": {"samples": 12}}
     result = quantize(resolve(keys).recipe).manifest
     assert len(result["maxima"]) == 16 and all(

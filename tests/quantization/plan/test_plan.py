@@ -64,7 +64,7 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 
 
 def test_a_scheme_gives_groups_to_another(models):
-    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
+    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were the recipe's scheme."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
     result = make_plan(recipe(models["llava"], **keys), strict=False)
     formats = {(row.group, row.format): row.blocks for row in result.rows}
@@ -197,7 +197,7 @@ def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
 
 
 def test_target_limits_are_checked(models):
-    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
+    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is called directly."""
     problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), strict=False).problems
     assert problem == []
 

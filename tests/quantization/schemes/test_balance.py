@@ -1,4 +1,4 @@
-"""The weighing of modalities, against statistics of tokens that are repeated until they count as much as their weight says."""
+"""The weighing of modalities, against statistics of tokens that are repeated until they count as much as their weight."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_bad_options_name_a_remedy(name, options, message):
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "mbq"])
 def test_broken_statistics_are_refused(name):
-    """By all methods alike: none goes on as if nothing were to be gained."""
+    """By all methods alike: none continues as if there were no error."""
     method = REGISTRY.get(name)
     stats, weights = statistics(inputs(WIDTH)), [weight(16, WIDTH)]
     stats._pending["vision"][3, 3] = float("nan")

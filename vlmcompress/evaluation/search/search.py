@@ -1,4 +1,4 @@
-"""A search from a request to a folder: checks, successive halving, and placing the winner's checkpoint."""
+"""A search from a request to a folder: checks, the race of candidates, and placing the winner's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search import outcome, own_answers, space
 from vlmcompress.evaluation.search.candidate import AS_IT_IS, Candidate
 from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, original
+from vlmcompress.evaluation.search.racing import Race
 from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Measured, Modelled, TypicalRequest
-from vlmcompress.evaluation.search.successive_halving import Rules, SuccessiveHalving
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questions_of
 from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
 from vlmcompress.export.write import rename
@@ -124,8 +124,8 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
             reserve = max(reserve, SHARE * (request.budget or 0.0))
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
-            halving = SuccessiveHalving(where.factors, live, Rules(request.margin, count, images))
-            winner = halving.run()
+            race = Race(where.factors, live, request.margin, count, images)
+            winner = race.run()
         settings = {
             "model": hub.source_facts(setup.base["model"])["source"],
             "target": setup.base.get("target"),
@@ -141,7 +141,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             "schema_version": outcome.SCHEMA_VERSION,
             **settings,
             "original": {"name": AS_IT_IS, "accuracy": accuracy},
-            **outcome.candidates(halving, winner, measured=gains.source == "measured"),
+            **outcome.candidates(race, winner, measured=gains.source == "measured"),
             "seconds": round(log.spent, 1),
             "ended_by_budget": live.late,
             "left_out": dict(where.left_out),
