@@ -39,9 +39,6 @@ DIALECT = {
     "refusal": "problem",
 }  # fmt: skip
 
-# `behind` is an option of the scheme `qronos`, and recipes name it so.
-ALLOWED = {("qronos.py", "behind")}
-
 
 def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of every variable, attribute of a class, parameter and `as` of a module."""
@@ -72,7 +69,7 @@ def parts(name: str) -> set[str]:
 
 def name_problems(tree: ast.AST, file: str) -> list[str]:
     """Names to change, with their lines."""
-    names = [(line, name) for line, name in bound(tree) if (file, name) not in ALLOWED]
+    names = [(line, name) for line, name in bound(tree)]
     vague = [f"{line} {name}" for line, name in names if name in VAGUE]
     dialect = [
         f"{line} {name}: {DIALECT[word]}"
