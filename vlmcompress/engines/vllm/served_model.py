@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition
-from vlmcompress.engines.vllm.cache_pool import CacheLayer
 from vlmcompress.models import ModelSpec, Source
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import has_weights
@@ -29,6 +28,23 @@ _VISION = ("patch_size", "image_size", "spatial_merge_size", "hidden_size", "int
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """The cache of one decoder block on one device.
+
+    Attributes:
+        token_bytes: bytes of keys and values per token; 0 for a recurrent block.
+        window: length of the sliding window in tokens; None: full attention.
+        state_bytes: bytes of a sequence's state; 0 for attention.
+        heads: number of key heads on this device. Layers with different numbers never share a group.
+    """
+
+    token_bytes: int
+    window: int | None = None
+    state_bytes: int = 0
+    heads: int = 0
 
 
 @dataclass(frozen=True)
