@@ -222,9 +222,7 @@ doctor {DEMO} --prompts 9: --prompts --engine
 report nothing -o page: nothing
 report --errors out other: out other
 report --errors data: data {MANIFEST}
-report out --stats s: --stats --model --errors
 report --errors out --top -1: --top -1
-report --errors out --stats s: --stats --model
 export ct --format awk -o new: awk awq
 export ct --format modelopt -o new: ModelOpt
 export ct --format compressed-tensors -o new: compressed-tensors

@@ -14,11 +14,9 @@ from tests.kit import reduction_data
 from tests.kit.attached_cases import given
 from tests.kit.pretended_cuda import hidden
 from tests.kit.pretended_cuda.checks import CUDA, FAMILIES, recipe
-from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import all_specs
 from vlmcompress.numerics.statistics.inputs import STORABLE
 from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
@@ -67,19 +65,12 @@ def test_a_mixture_of_methods(world, tmp_path):
 
 
 def test_statistics_and_what_reads_them(world, tmp_path):
-    """Calibration with gradients; blocks from statistics; bits shared out; errors measured from files."""
+    """Calibration with gradients; blocks from statistics; bits shared out."""
     calibrate(recipe(world, tmp_path / "stats", scheme="gptq"), needs={*STORABLE, "gradient"})
     keys = {"scheme": "gptq", "calibrate": {"stats": str(tmp_path / "stats")}}
     result = quantize(recipe(world, tmp_path / "out", **keys))
     with hidden():
         near(result.manifest["errors"], quantize(recipe(world, tmp_path / "cpu", **keys)).manifest["errors"])
-        expected = measured_errors.measure(
-            tmp_path / "out", statistics_folder.read_statistics(tmp_path / "stats"), world / "llava"
-        )
-    errors = measured_errors.measure(
-        tmp_path / "out", statistics_folder.read_statistics(tmp_path / "stats"), world / "llava"
-    )
-    near(errors.errors, expected.errors)
     quantize(recipe(world, tmp_path / "mixed", bits={"budget": 5}, **keys))
 
 

@@ -16,12 +16,11 @@ from tests.kit.batched_samples import samples, wide
 from tests.kit.pretended_cuda import kernels_launched
 from tests.kit.pretended_cuda.checks import recipe
 from vlmcompress import cli
-from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import decoder_blocks, devices, load
 from vlmcompress.models.data import encode as encoded
 from vlmcompress.quantization.allocate import allocate_bits
 from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import block_inputs, statistics_folder, tower_attention
+from vlmcompress.quantization.calibration import block_inputs, tower_attention
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.gradient_pass import gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod
@@ -37,14 +36,11 @@ from vlmcompress.utils.registry import SCHEMES
 
 @pytest.fixture(scope="module")
 def tiny_run(world) -> SimpleNamespace:
-    """A model, samples, and in `folder` statistics and a quantized checkpoint."""
+    """A model, samples, and in `folder` statistics."""
     vlm = load(world / "llava")
     calibrate(recipe(world, world / "stats", scheme="gptq"))
-    quantize(recipe(world, world / "rtn", scheme="rtn", calibrate={}))
     rows, blocks = encoded(samples()[:3], vlm), decoder_blocks(vlm.model, vlm.spec)
-    return SimpleNamespace(
-        folder=world, vlm=vlm, rows=rows, blocks=blocks, stats=statistics_folder.read_statistics(world / "stats")
-    )
+    return SimpleNamespace(folder=world, vlm=vlm, rows=rows, blocks=blocks)
 
 
 def from_statistics(tiny_run: SimpleNamespace, out: str, **keys: Any) -> Any:
@@ -69,7 +65,6 @@ PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
 COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
     "statistics": lambda it: calibrate(recipe(it.folder, it.folder / "again", scheme="gptq"), overwrite=True),
     "solving": lambda it: quantize(from_statistics(it, "gptq", scheme="gptq"), overwrite=True),
-    "measured errors": lambda it: measured_errors.measure(it.folder / "rtn", it.stats, it.folder / "llava"),
     "bits": lambda it: allocate_bits(
         make_plan(from_statistics(it, "bits", scheme="gptq", bits={"budget": 5})), progress=silent
     ),
