@@ -1,4 +1,4 @@
-"""Every verb with long work, interrupted: the same command goes on, other settings are refused, `--restart` begins anew."""
+"""Every verb with long work, interrupted: the same command continues, other settings are refused, `--restart` begins anew."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """The weights that were written, and what the manifest says of training."""
+    """The weights that were written, and what the manifest records of training."""
     files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
     written = {path.name.replace(out.name, "out"): path.read_bytes() for path in files}
     if (out / MANIFEST).is_file():

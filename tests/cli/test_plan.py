@@ -160,7 +160,7 @@ def test_the_encoder_cache_holds_all_levels(family, levels, tmp_path, capsys):
     ],
 )
 def test_memory_of_a_draft_is_counted(family, text, part, tmp_path, capsys):
-    """The head's bytes, its block's keys and values, and a state more; the config alone says the same as the files."""
+    """The head's bytes, its block's keys and values, and a state more; the config alone gives the same as the files."""
     folder, bare = tiny.build(family, tmp_path / "whole", **text), tmp_path / "bare"
     bare.mkdir()
     shutil.copy(folder / "config.json", bare)

@@ -104,7 +104,7 @@ def test_a_clip_tower_computes_what_dinov2_does(dino):
 
 
 def test_questions_have_the_one_right_answer(album):
-    """Each answer against what the scene's list of things says, family by family."""
+    """Each answer against the scene's list of things, family by family."""
     random, asked_families = Random(0), set()
     for number in range(60):
         scene = sample_scene(random, "train", album)

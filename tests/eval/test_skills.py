@@ -65,8 +65,8 @@ def test_boxes_are_of_what_is_drawn():
         assert correct(answer, written(box)) == 1
 
 
-def test_a_place_tells_the_box_in_demo_llavas_pictures():
-    """As the card says: of nine places the mean box of the right one hits nearly all."""
+def test_a_place_predicts_the_box_in_demo_llavas_pictures():
+    """As the card states: of nine places the mean box of the right one hits nearly all."""
     boxes = [row["answer"] for row in box_rows("test", "llava", 300) if row["family"] == "box"]
     corners = np.array([[float(f"0{number}") for number in box[1:-1].split(",")] for box in boxes])
     places = (1.5 * (corners[:, :2] + corners[:, 2:])).astype(int) @ [1, 3]
@@ -75,8 +75,8 @@ def test_a_place_tells_the_box_in_demo_llavas_pictures():
     assert np.mean([correct(written(means[place]), box) for place, box in zip(places, boxes, strict=True)]) > 0.98
 
 
-def test_labels_say_what_is_drawn():
-    """Oracle: what lies on the visual tokens in the middle row of each cell, of which towers were told when they learned."""
+def test_labels_are_what_is_drawn():
+    """Oracle: what lies on the visual tokens in the middle row of each cell, which towers were trained on."""
     for page, [(question, text), *turns] in islice(asked_pages("test", "qwen"), 40):
         assert question == QUESTION
         middle = page.draw()[1].thing[1::PER_CELL].reshape(page.rows, page.columns, PER_CELL)

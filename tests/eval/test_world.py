@@ -1,4 +1,4 @@
-"""The world: splits are disjoint, everything is a function of its seed, answers are what the scene says."""
+"""The world: splits are disjoint, everything is a function of its seed, answers are those of the scene."""
 
 import io
 from random import Random
@@ -103,7 +103,7 @@ def test_answers_about_a_known_scene():
     assert _all(questions.read, scene) == {
         "Read the text at row 2 column 2.": "K A T", "Which digit is at row 2 column 1?": "7",
     }  # fmt: skip
-    assert set(_all(questions.compare, scene).values()) == {"red"}  # the ring is not unique: sizes are not asked
+    assert set(_all(questions.compare, scene).values()) == {"red"}  # the ring is not unique: sizes have no question
     wide = _all(questions.scene_wide, scene)
     assert wide["What is the background colour?"] == "gray" and wide["Do all shapes have the same colour?"] == "no"
     assert wide["Is there a star?"] == "yes" and wide["Is there a circle?"] == "no"

@@ -1,4 +1,4 @@
-"""A card offers what loads the checkpoint, with what that takes, and says why others don't; layers' errors have one name."""
+"""A card offers what loads the checkpoint, with what that takes, and why others don't; layers' errors have one name."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
 
 
 def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
-    """Of published tokenizers there are such; the checkpoint says so, and `doctor`, which looks at what was written."""
+    """Of published tokenizers there are such; the checkpoint notes it, and `doctor`, which looks at what was written."""
     source, out = changed(build("qwen2-vl", tmp_path / "source"), joined_signs), tmp_path / "out"
     tokenizer = AutoProcessor.from_pretrained(source).tokenizer
     assert len(tokenizer("त्र")["input_ids"]) == 1
@@ -148,7 +148,7 @@ def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
-    """Its process ends, and ours does not."""
+    """Its process ends, and the caller's does not."""
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)

@@ -29,7 +29,6 @@ from vlmcompress.utils.errors import UserError
 SCHEMES = {
     "rtn": {},
     "gptq": {"group_size": 64},
-    "qronos": {"group_size": 64},
     "awq": {"group_size": 32},
     "mbq": {"group_size": 32, "objective": "gram"},
     "int8": {},
@@ -130,7 +129,7 @@ def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
     assert [name for name in new if name.endswith("k_scale")] == ["model.language_model.layers.1.self_attn.k_scale"]
 
 
-@pytest.mark.parametrize("scheme", ["awq", "qronos"])
+@pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_equal_inputs_give_equal_bytes_even_after_an_interruption(world, tmp_path, scheme):
     """Stop in the middle of the second block, go on with the same command: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
@@ -256,7 +255,7 @@ def test_needs_calibration_data(world, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
 def test_balance(world, tmp_path, scheme):
-    """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
+    """Other weights than without, a checkpoint that is whole, and a manifest that records it."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
     arguments = dict(SCHEMES[scheme])
     quantize(recipe(world, plain, scheme, options=arguments | {"balance": "off"}))

@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_merge_keeps_the_first_and_says_where_from():
+def test_merge_keeps_the_first_value_and_its_origin():
     layers = [("a", {"x": 0, "n": {"p": None}}), ("b", {"x": 5, "n": {"p": 1, "q": 2}, "y": 3})]
     values, origins = merge(layers)
     assert values == {"x": 0, "n": {"p": None, "q": 2}, "y": 3}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlmcompress.cli._outcome import OK, Outcome
 from vlmcompress.utils.errors import UserError
+
+if TYPE_CHECKING:
+    pass
 
 GROUP = "measure"
 PLACE = 33
@@ -28,8 +32,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--top", metavar="N", default=TOP_LAYERS, help=f"layers of --errors; default: {TOP_LAYERS}; 0: all"
     )
     parser.epilog = (
-        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it. For\n"
-        "schemes without data (rtn, fp8) only the error of the weights is known."
+        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the tokens of a modality. quantize records it. For schemes\n"
+        "without data (rtn, fp8) only the error of the weights is known; with --calib they record both."
     )
 
 
@@ -52,9 +56,9 @@ def _errors(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
     if len(args.runs) > 2:
         raise UserError(f"--errors compares two checkpoints, not {len(args.runs)}; give one or two")
-    from vlmcompress.evaluation.doctor.layer_errors import read_errors
+    from vlmcompress.evaluation.doctor import layer_errors
     from vlmcompress.evaluation.report import layers
 
-    first, *others = (read_errors(Path(folder)) for folder in args.runs)
+    first, *others = [layer_errors.read_errors(Path(folder)) for folder in args.runs]
     other = others[0] if others else None
     return OK, {"ok": True, **layers.layer_errors_json(first, other)}, layers.layers_text(first, other, args.top)

@@ -254,8 +254,8 @@ def _provenance(record: Mapping[str, Any]) -> str:
     if calibration is None:
         text += "\n\nNo calibration data: each weight was rounded on its own."
     else:
-        shown = {key: value for key, value in calibration.items() if key != "image_hashes"}
-        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in shown.items())
+        kept = {key: value for key, value in calibration.items() if key != "image_hashes"}
+        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in kept.items())
         text += f"\n\nCalibration data:\n\n| | |\n|---|---|\n{facts}"
     return text + f"\n\nThe whole recipe and the hash of every file: `{MANIFEST}`."
 

@@ -24,7 +24,7 @@ TOKENS, ROWS = 16384, 256
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Run all schemes on a block of a shape. Raises `Failed`, with the figures of the others, if one does not run."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+    from vlmcompress.numerics.statistics.inputs import STATISTICS
     from vlmcompress.quantization.schemes import REGISTRY
 
     text = shapes.shape(place, shape, "full").text
@@ -33,8 +33,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     inputs, seconds, stats = {}, 0.0, {}
     for name, (width, _) in groups.items():
         inputs[name] = made.inputs(width, 256 if place.tiny else TOKENS, device)
-        made.statistics(*inputs[name], {*STORABLE, CROSS})  # the first call also loads libraries
-        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], {*STORABLE, CROSS}))
+        made.statistics(*inputs[name], STATISTICS)  # the first call also loads libraries
+        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], STATISTICS))
         seconds += taken
     inputs.clear()
     weights = {

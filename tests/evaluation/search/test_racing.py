@@ -1,4 +1,4 @@
-"""The race, in worlds whose truth is known: answers are drawn once for each candidate, and asking more goes on with them."""
+"""The race, in worlds whose truth is known: answers are drawn once for each candidate, further questions take the next."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_without_divergences_the_best_still_wins() -> None:
 
 
 def test_questions_are_counted() -> None:
-    """Oracle: the log of questions; those of an earlier rung are not asked again."""
+    """Oracle: the log of questions; those of an earlier rung are not repeated."""
     world = World(SCHEMES | REDUCERS, breaks={"int8 + half": 300})
     race, _ = run(world)
     last: dict[str, int] = {}
@@ -121,11 +121,11 @@ def test_questions_are_counted() -> None:
 @pytest.mark.parametrize("questions, rounds", [(900, [100, 300, 900]), (300, [96, 100, 300]), (60, [60]), (96, [96])])
 def test_rounds_grow_threefold_from_a_minimum(questions, rounds) -> None:
     race = Race([], World({}), 0.01, questions)
-    assert [asked for asked, _ in race.rounds] == rounds and race.rounds[-1][1] == 3
+    assert [count for count, _ in race.rounds] == rounds and race.rounds[-1][1] == 3
 
 
 def test_no_candidate_gets_more_questions_than_the_original() -> None:
-    """The fewest questions that a search takes are fewer than single changes are asked elsewhere."""
+    """The fewest questions that a search takes are fewer than single changes get elsewhere."""
     world = World(SCHEMES | REDUCERS)
     _, winner = run(world, rules=(0.3, 30))
     assert {questions for _, questions in world.log} == {30} and winner
@@ -196,7 +196,7 @@ def test_the_result_does_not_depend_on_the_order_of_answers() -> None:
 
 
 def test_a_known_gain_is_used() -> None:
-    """Trials of this world say that nothing gains; what is known beforehand says otherwise, of combinations, too."""
+    """Trials of this world show no gain; known gains contradict them, of combinations, too."""
     race, winner = run(World(SCHEMES | REDUCERS, foreknown=True, measuring=False))
     assert winner and winner.candidate.name == BEST and winner.gain == pytest.approx(2.4)
     assert race.states["int8 + half"].gain == pytest.approx(1.3 * 1.5)
@@ -233,11 +233,11 @@ def evidence(lost: int, n: int, divergence: float | None) -> Evidence:
 
 def test_answers_and_divergence_together_are_bayes() -> None:
     """Oracle: likelihood times prior over a grid; without divergences, or with two of them, answers alone count."""
-    known = {name: evidence(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
-    of, alone = estimates(known, 0.02), {name: Estimate.of(answers, 0.02) for name, answers in known.items()}
+    answers_of = {name: evidence(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
+    of, alone = estimates(answers_of, 0.02), {name: Estimate.of(answers, 0.02) for name, answers in answers_of.items()}
     slope = 50 / 200 / 1.053
     grid = np.linspace(-0.6, 0.3, 400_001)
-    for name, answers in known.items():
+    for name, answers in answers_of.items():
         expected = slope * (answers.divergence or 0)
         density = norm.pdf(grid, -expected, math.hypot(expected / 2, 1e-3))
         density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
@@ -247,7 +247,7 @@ def test_answers_and_divergence_together_are_bayes() -> None:
         assert of[name].error == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
     blind = {name: evidence(9, 200, None) for name in "abc"}
     assert estimates(blind, 0.02) == {name: Estimate.of(answers, 0.02) for name, answers in blind.items()}
-    assert estimates({"a": known["a"], "b": known["b"]}, 0.02) == {name: alone[name] for name in "ab"}
+    assert estimates({"a": answers_of["a"], "b": answers_of["b"]}, 0.02) == {name: alone[name] for name in "ab"}
     both = alone["a"] + alone["b"]
     assert both == Estimate(pytest.approx(-0.05), alone["a"].error + alone["b"].error, alone["b"].spread)
 

@@ -109,7 +109,7 @@ def test_a_head_that_drafts_has_a_script(tmp_path: Path) -> None:
 
 
 def test_flags_are_those_of_serve(tmp_path: Path) -> None:
-    """`vlmcompress serve` and the script start the same server; the script says more about it."""
+    """`vlmcompress serve` and the script start the same server; the script has more comments."""
     config = {"quantization_config": FORMATS["fp8"], "architectures": [launching.QWEN]}
     folder = tmp_path / "my-model"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, said, and still better than rounding."""
+"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, reported, and still better than rounding."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_inputs_that_are_always_zero_need_no_tokens():
     assert not solve(gptq, [torch.randn(32, 64)], stats(x), gptq.Options(group_size=32), torch.float32).warnings
 
 
-def test_more_damping_than_asked_for():
-    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are told."""
+def test_more_damping_than_requested():
+    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are reported."""
     x = torch.randn(8, 128).repeat(100, 1)  # rank 8, though tokens are many
     solution = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
     ((what, detail),) = solution.warnings

@@ -1,4 +1,4 @@
-"""What `check --image-size` says, against the model run on a real image: cache, work and counts."""
+"""The output of `check --image-size`, against the model run on a real image: cache, work and counts."""
 
 from __future__ import annotations
 

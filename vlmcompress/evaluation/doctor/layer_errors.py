@@ -140,7 +140,7 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
         without_basis = before if not before.basis else after
         raise UserError(
             f"{without_basis.name} has errors of weights only and the other has errors by modality; "
-            "compare two that saw data, or their answers with vlmcompress eval"
+            "quantize both with --calib FOLDER"
         )
     result = {}
     for kind in shared:

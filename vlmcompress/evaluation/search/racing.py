@@ -102,10 +102,10 @@ def estimates(evidence: Mapping[str, Evidence], margin: float) -> dict[str, Esti
     if len(divergences) < 3 or lost <= 0 or moved <= 0:
         return of
     for name, divergence in divergences.items():
-        own, expected = of[name], divergence * lost / moved
+        alone, expected = of[name], divergence * lost / moved
         prior = (VARY * expected) ** 2 + _LEAST
-        share = prior / (prior + own.error)
-        of[name] = Estimate(share * own.mean - (1 - share) * expected, share * own.error, own.spread)
+        share = prior / (prior + alone.error)
+        of[name] = Estimate(share * alone.mean - (1 - share) * expected, share * alone.error, alone.spread)
     return of
 
 

@@ -28,7 +28,6 @@ from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questi
 from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
 from vlmcompress.export.write import rename
 from vlmcompress.models.data import Reading, bundled_data, data_hash, load_mixed
-from vlmcompress.quantization.calibration.statistics_folder import NAME as STATISTICS
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
@@ -157,14 +156,12 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     suite = setup.suite
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
     images = settings.data or bundled_data(setup.model, "calibration")
-    described = settings.model_dump(exclude={"data", "text", "stats"})
+    described = settings.model_dump(exclude={"data", "text"})
     if images:
         text = hub.local(settings.text, "dataset") if settings.text else None
         options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
         samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
-    if settings.stats:
-        described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
     return {
         "model": model_hash(setup.model),
         "data": questions.content_hash(),

@@ -105,7 +105,7 @@ class OpenVino(EngineFiles):
             )
         if weights.kind != "int" or weights.bits not in (4, 8):
             raise UserError(
-                "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
+                "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus or w8a16"
             )
         return f"{'i' if weights.symmetric else 'u'}{weights.bits}"
 

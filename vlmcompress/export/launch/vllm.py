@@ -160,20 +160,20 @@ def split(facts: LoadFacts) -> dict[str, str]:
         lines.append(f"{PLUGIN}  # the reducer's plugin")
     lines += [f"export {key}={value}" for key, value in environment(facts).items()]
     lines.append('case "$ROLE" in')
-    own = flags(facts)
+    whole = flags(facts)
     # An encoder has no KV cache, nor steps of the language model.
     no_encoder = {"--enable-prefix-caching", "--kv-cache-dtype", "--attention-backend", "--max-num-batched-tokens"}
-    at = [number for number, flag in enumerate(own) if flag.startswith("--")] + [len(own)]
-    pairs = [own[start:end] for start, end in zip(at, at[1:], strict=False)]
+    at = [number for number, flag in enumerate(whole) if flag.startswith("--")] + [len(whole)]
+    pairs = [whole[start:end] for start, end in zip(at, at[1:], strict=False)]
     encoder = [flag for pair in pairs if pair[0] not in no_encoder for flag in pair]
     encoder += ["--enable-request-id-headers", "--no-enable-prefix-caching", "--mm-encoder-only", "--enforce-eager"]
     encoder += ["--max-num-batched-tokens", "114688"]
-    own.append("--enable-request-id-headers")
+    whole.append("--enable-request-id-headers")
     for role, port, arguments, images in (
         ("encode", 8001, encoder, "ec_producer"),
-        ("prefill-decode", 8002, own, "ec_consumer"),
-        ("prefill", 8002, [*own, *_keys("kv_producer")], "ec_consumer"),
-        ("decode", 8003, [*own, *_keys("kv_consumer")], ""),
+        ("prefill-decode", 8002, whole, "ec_consumer"),
+        ("prefill", 8002, [*whole, *_keys("kv_producer")], "ec_consumer"),
+        ("decode", 8003, [*whole, *_keys("kv_consumer")], ""),
     ):
         lines.append(f"{role})")
         if channel := {"prefill": 5559, "decode": 6000}.get(

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from vlmcompress import models
@@ -19,9 +18,7 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group, Source, stream
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import Scheme
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import vocabulary
 from vlmcompress.quantization.plan.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
@@ -45,7 +42,6 @@ class Survey:
         source: the model that is quantized, from its headers, in the type that it is written in; with an untied output head if
             that is rotated or quantized.
         bytes_before: bytes of all weights of the recipe's model.
-        statistics: statistics that the decoder is solved from without running it; `statistics_problem`: why they can't be read.
         widths: (block, group name) -> method, for the groups whose width `allocate` chose within the budget of `bits`.
         allocation: the manifest's description of this choice; None: not chosen yet, or there is no budget.
     """
@@ -53,8 +49,6 @@ class Survey:
     recipe: Recipe
     source: Source
     bytes_before: int
-    statistics: Statistics | None = None
-    statistics_problem: str | None = None
     widths: Mapping[Key, QuantMethod] = field(default_factory=dict)
     allocation: dict[str, Any] | None = None
 
@@ -68,13 +62,11 @@ class Survey:
         Raises:
             UserError: the model is quantized already, not whole, or of an unknown family.
         """
-        source, statistics, problem = source or _read(recipe), None, None
+        source = source or _read(recipe)
         before, source = sum(spec.nbytes for spec in source.stored.values()), _as_written(recipe, source)
         if recipe.reduce:
             recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
-        if recipe.calibrate.stats is not None:
-            statistics, problem = _or_problem(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
-        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_problem=problem)
+        return cls(recipe=recipe, source=source, bytes_before=before)
 
     def with_source(self, source: Source) -> Self:
         """The same recipe on a model derived from this one: dequantized, with an adapter merged, or rotated."""

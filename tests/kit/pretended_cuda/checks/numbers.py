@@ -15,8 +15,6 @@ from tests.kit.attached_cases import given
 from tests.kit.pretended_cuda import hidden
 from tests.kit.pretended_cuda.checks import CUDA, FAMILIES, recipe
 from vlmcompress.models import all_specs
-from vlmcompress.numerics.statistics.inputs import STORABLE
-from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.methods import REGISTRY
@@ -62,16 +60,6 @@ def test_a_mixture_of_methods(world, tmp_path):
     same_twice(
         world, tmp_path, scheme="gptq", family="qwen2-5-vl", reduce="divprune:0.5", kv_cache="fp8", rotate="hadamard"
     )
-
-
-def test_statistics_and_what_reads_them(world, tmp_path):
-    """Calibration with gradients; blocks from statistics; bits shared out."""
-    calibrate(recipe(world, tmp_path / "stats", scheme="gptq"), needs={*STORABLE, "gradient"})
-    keys = {"scheme": "gptq", "calibrate": {"stats": str(tmp_path / "stats")}}
-    result = quantize(recipe(world, tmp_path / "out", **keys))
-    with hidden():
-        near(result.manifest["errors"], quantize(recipe(world, tmp_path / "cpu", **keys)).manifest["errors"])
-    quantize(recipe(world, tmp_path / "mixed", bits={"budget": 5}, **keys))
 
 
 FEW: dict[str, Any] = {"steps": 2, "batch": 2, "every": 2, "lr": 1e-3}
