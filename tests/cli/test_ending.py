@@ -1,4 +1,4 @@
-"""How the command line ends when it is told to, and when nobody can be told its result."""
+"""How the command line ends on signals, and when its output can't be written."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_standard_streams_and_environment(name):
-    """Output that is full, closed or left, and an environment that is wrong: the code that says it, and one line or none."""
+    """Output that is full, closed or left, and an environment that is wrong: the exit code, and one line or none."""
     call, code, line = ENDS[name]
     ranks = {"no number": "x", "a rank beyond all": "5"}
     rank = {"WORLD_SIZE": "2", "RANK": ranks[name]} if name in ranks else {}

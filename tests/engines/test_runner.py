@@ -45,7 +45,7 @@ def test_a_log_in_a_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_log_whose_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken, capfd) -> None:
-    """A note, and the engine's end is still told."""
+    """A note, and the engine's end is still reported."""
     kept = tmp_path / "logs"
     kept.mkdir()
     broken(f"rm -r {kept}; echo 'ValueError: too small' >&2; exit 7")
@@ -96,15 +96,15 @@ def test_a_killed_engine_restarts_for_the_remaining_answers(tmp_path: Path, brok
         if grep -q one $r; then echo '{reply % "one"}'; kill -9 $$; fi
         echo '{reply % "two"}'; echo '{{"event": "done"}}'"""
     )
-    said: list[str] = []
+    output: list[str] = []
     arrived: list[str] = []
     requests = [Request(name, ASK[0].messages) for name in ("one", "two")]
     run = ENGINE.answer("some/model", requests, media=tmp_path, on_answer=lambda answer: arrived.append(answer.id),
-                 progress=lambda text, *_: said.append(text))  # fmt: skip
+                 progress=lambda text, *_: output.append(text))  # fmt: skip
     assert list(run.answers) == arrived == ["one", "two"]
     assert [json.loads(line)["id"] for line in requests_file.read_text().splitlines()] == ["two"]
     assert run.engine == {"name": "x", "restarts": 1}
-    assert [text for text in said if "SIGKILL" in text] == [
+    assert [text for text in output if "SIGKILL" in text] == [
         "answering: vLLM died (killed by SIGKILL) with some/model; 1 still to answer"
     ]
 

@@ -1,4 +1,4 @@
-"""`serve`: the flags it finds for a checkpoint, and the real server asked by a real OpenAI client."""
+"""`serve`: the flags it finds for a checkpoint, and the real server with a real OpenAI client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_flags_reach_vllm(checkpoint: Path) -> None:
 
 
 def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM would refuse in 63 lines; contexts that it works out, or was told to take, are left to it."""
+    """What vLLM would refuse in 63 lines; contexts that it works out, or that a flag sets, are left to it."""
     text: dict[str, Any] = {"max_position_embeddings": 512}
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(plain))
@@ -83,8 +83,8 @@ def test_no_count_of_a_server_is_out_of_bounds(checkpoint: Path, name: str, coun
         assert 0 <= count <= 10**6
 
 
-def test_a_server_that_others_reach_is_told_what_it_fetches(checkpoint: Path) -> None:
-    """One warning, where no flag says which hosts images may come from; this machine alone gets none."""
+def test_a_server_that_others_reach_warns_of_what_it_fetches(checkpoint: Path) -> None:
+    """One warning, where no flag names the hosts that images may come from; none for this machine alone."""
     warned = {
         host: sum(line.startswith("warning: ") for line in remarks(arguments_of(checkpoint, host=host, extra=extra)))
         for host, extra in (
@@ -124,7 +124,7 @@ def test_kv_scales_select_an_fp8_cache(checkpoint: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-5-moe", "llava"])
 @pytest.mark.parametrize("shows", ["tools", "nothing", "another form"])
 def test_requests_may_bring_tools_where_the_template_shows_them(family: str, shows: str, tmp_path: Path) -> None:
-    """By the family's parser of vLLM's, where the template has its form; what the user says wins."""
+    """By the family's parser of vLLM's, where the template has its form; the user's flag wins."""
     folder, spec = build(family, tmp_path / family), models.REGISTRY.get(family).SPEC
     parser, mark = spec.engine.tool_calls or ("none", "<tool_call>")
     texts = {
@@ -179,7 +179,7 @@ FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
 
 
 @pytest.mark.parametrize(
-    ("engine", "group", "said"),
+    ("engine", "group", "expected"),
     [
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), FP8, True),
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True, plugin=True), FP8, False),
@@ -189,7 +189,9 @@ FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), {"weights": FP8["weights"] | {"type": "int"}}, False),
     ],
 )
-def test_slow_settings_warn(engine: Installed, group: dict, said: bool, checkpoint: Path, monkeypatch, capsys) -> None:
+def test_slow_settings_warn(
+    engine: Installed, group: dict, expected: bool, checkpoint: Path, monkeypatch, capsys
+) -> None:
     """FP8 without the plugin on a processor where torch has a reference kernel only; before the engine starts."""
     config = {"quantization_config": {"config_groups": {"group_0": group}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -198,7 +200,7 @@ def test_slow_settings_warn(engine: Installed, group: dict, said: bool, checkpoi
     with pytest.raises(UserError, match="could not start"):
         ENGINE.answer(checkpoint, [Request("a", [])], media=checkpoint)
     line = "note: FP8 is slow in vLLM 0.32.0+cpu on this processor, which has AMX: its products take oneDNN's reference kernel"
-    assert (line in capsys.readouterr().err) is said
+    assert (line in capsys.readouterr().err) is expected
 
 
 def test_bad_input_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -126,28 +126,30 @@ def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
         "check": ("check", source, *recipe),
         "export": ("export", tmp_path / "packed", "-o", out, "--format", "openvino"),
     }[verb]
-    code, said, error = run(capsys, *command)
-    assert code != 0 and " texts into other tokens: of " in said + error and "write compressed-tensors" in said + error
+    code, output, error = run(capsys, *command)
+    assert (
+        code != 0 and " texts into other tokens: of " in output + error and "write compressed-tensors" in output + error
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
-    """Of published tokenizers there are such; the checkpoint says so, and `doctor`, which looks at what was written."""
+    """Of published tokenizers there are such; the checkpoint notes it, and `doctor`, which looks at what was written."""
     source, out = changed(build("qwen2-vl", tmp_path / "source"), joined_signs), tmp_path / "out"
     tokenizer = AutoProcessor.from_pretrained(source).tokenizer
     assert len(tokenizer("त्र")["input_ids"]) == 1
     code, _, error = run(capsys, "quantize", source, "-o", out, "--scheme", "rtn", "--format", "gguf")
     assert code == 0 and "warning: " in error and "llama.cpp splits 3 of " in error
     assert "llama.cpp splits 3 of " in json.loads((out / "vlmcompress.json").read_text())["warnings"][-1]
-    code, said, _ = run(capsys, "doctor", out)
-    assert code == 0 and "llama.cpp splits 3 of " in said
+    code, output, _ = run(capsys, "doctor", out)
+    assert code == 0 and "llama.cpp splits 3 of " in output
     changed(out, words)
-    code, said, _ = run(capsys, "doctor", out)
-    assert code == 2 and "PROBLEM  tokenizer" in said and "PROBLEM  files" in said
+    code, output, _ = run(capsys, "doctor", out)
+    assert code == 2 and "PROBLEM  tokenizer" in output and "PROBLEM  files" in output
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
-    """Its process ends, and ours does not. A full TMPDIR is named, not OUT."""
+    """Its process ends, and the caller's does not. A full TMPDIR is named, not OUT."""
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)

@@ -57,7 +57,7 @@ def test_every_tensor_is_copied_or_replaced(source, out):
     for module, values in parts.quantized.items():
         prefix = names[f"{module}.weight"].removesuffix("weight")
         del expected[f"{prefix}weight"]
-        expected |= {prefix + name: tensor for name, tensor in compressed_tensors.tensors(*values).items()}
+        expected |= {prefix + name: tensor for name, tensor in compressed_tensors.FORMAT.tensors(*values).items()}
     got = load(out)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) and got[name].dtype == expected[name].dtype for name in got)
@@ -131,7 +131,7 @@ def test_config_and_other_files(source, out):
     checkpoint.write(parts, out)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     assert list(new) == [*old, "quantization_config"]
-    assert new.pop("quantization_config") == compressed_tensors.configs(parts.layers)["config.json"]
+    assert new.pop("quantization_config") == compressed_tensors.FORMAT.configs(parts.layers)["config.json"]
     assert new == old
     for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()

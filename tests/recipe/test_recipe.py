@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_merge_keeps_the_first_and_says_where_from():
+def test_merge_keeps_the_first_value_and_its_origin():
     layers = [("a", {"x": 0, "n": {"p": None}}), ("b", {"x": 5, "n": {"p": 1, "q": 2}, "y": 3})]
     values, origins = merge(layers)
     assert values == {"x": 0, "n": {"p": None, "q": 2}, "y": 3}
@@ -98,9 +98,9 @@ def test_a_preset_means_what_it_means_there(name, capsys):
                 assert getattr(mine, key) == getattr(their, key), key
     assert getattr(recipe.options, "mixed", False) is False
     small = resolve(BASE | {"scheme": name.lower()}).recipe
-    said = "is compressed-tensors' preset" in capsys.readouterr().err
+    output = "is compressed-tensors' preset" in capsys.readouterr().err
     assert (
-        said
+        output
         == ((small.scheme, small.options) != (recipe.scheme, recipe.options))
         == (name in ("FP8", "NVFP4", "W8A16"))
     )

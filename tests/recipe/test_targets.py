@@ -50,7 +50,7 @@ def test_refusals_name_a_scheme_that_runs(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_the_machine(name):
-    """Each is there or is said to be missing, and they are of a size and an order that machines have."""
+    """Each is there or is listed as missing, and they are of a size and an order that machines have."""
     target = targets.get_target(name)
     if target.is_cpu:
         assert target.memory is None and target.bandwidth is None and not target.rates

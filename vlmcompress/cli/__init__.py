@@ -52,6 +52,7 @@ _EXTRAS = {
 
 # Earlier verb -> what to type now.
 RETIRED = {
+    "calibrate": "vlmcompress quantize MODEL --calib FOLDER -o OUT, which runs the samples itself",
     "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
     "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",

@@ -156,7 +156,7 @@ def misnamed(
 ) -> list[tuple[str, str, str | None]]:
     """Find layers that an engine would wrongly take for quantized or unquantized, in a format without config groups.
 
-    Arguments and result as for `misread`; `reader`: the format's module.
+    Arguments and result as for `misread`; `reader`: the format.
     """
     wrong: list[tuple[str, str, str | None]] = []
     for name, scheme in layers.items():

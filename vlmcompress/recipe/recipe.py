@@ -15,7 +15,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -47,7 +46,17 @@ MOST = 10**9
 _PATHS: dict[str, hub.Kind | None] = {
     **dict.fromkeys(("model", "adapter"), "model"),
     "calibrate.data": "dataset",
-    **dict.fromkeys(("out", "calibrate.text", "calibrate.stats", "reduce.scorer", "reduce.thresholds"), None),
+    **dict.fromkeys(("out", "calibrate.text", "reduce.scorer", "reduce.thresholds"), None),
+}
+
+# Earlier key, dotted -> what to do instead.
+RETIRED = {
+    "calibrate.stats": "name the samples by --calib",
+    "vision_attention": "leave it out",
+    "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
+    "options.correct": "take gptq-plus",
+    "options.behind": "take gptq-plus",
+    **dict.fromkeys(("options.duo", "options.block", "options.clip_grid"), "leave it out, its default is used"),
 }
 
 
@@ -56,7 +65,7 @@ class _Frozen(BaseModel):
 
 
 class Calibrate(_Frozen):
-    """The calibration data, or statistics that were collected from them before.
+    """The calibration data.
 
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
@@ -68,8 +77,6 @@ class Calibrate(_Frozen):
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
         all_experts: feed every expert of a mixture all tokens, not only those routed to it.
-        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; with `data` as
-            well, the statistics must come from it.
     """
 
     data: str | None = None
@@ -79,7 +86,6 @@ class Calibrate(_Frozen):
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
-    stats: str | None = None
 
 
 class Recipe(_Frozen):
@@ -96,7 +102,6 @@ class Recipe(_Frozen):
             `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
         embeddings: format of the token embedding's weights: `w8a16` with a scale per row, `w4a16` in groups, rounded to
             nearest; `bf16` leaves them in 16 bits.
-        vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         rotate: kind of orthogonal matrix (`vlmcompress.numerics.rotation`) that rotates the decoder's hidden states before
             quantization, which makes weights easier to round and keeps the answers. It is drawn with `seed`; null: none.
@@ -127,7 +132,6 @@ class Recipe(_Frozen):
     vision: Literal["bf16", "fp8", "int8", "w8a16"] = "bf16"
     head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
     embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
-    vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
     rotate: Literal["hadamard", "random"] | None = None
     skip: tuple[str, ...] = ()
@@ -213,14 +217,14 @@ class Recipe(_Frozen):
         return adapters.inputs_folder(self.model, self.adapter)
 
     @property
-    def exporter(self) -> ModuleType:
-        """The module in `vlmcompress.export.formats` of the format that is written."""
+    def exporter(self) -> Any:
+        """The format that is written, an `ExportFormat` of `vlmcompress.export.formats`."""
         return FORMATS.get(self.format)
 
     @property
     def group_size(self) -> int:
         """Columns that share a scale of 8-bit integers outside the decoder blocks; -1: a row, where the format has such."""
-        return getattr(self.exporter, "GROUP_SIZE", -1)
+        return self.exporter.GROUP_SIZE or -1
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""
@@ -297,7 +301,7 @@ def resolve(
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
     if recipe.target and strict:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
+        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts)
         targets.require_scheme(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
@@ -343,6 +347,8 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
 def _require_known_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
     for key in settings:
         if key not in allowed:
+            if instead := RETIRED.get(f"{prefix}{key}"):
+                raise UserError(f"{origin}: there is no key '{prefix}{key}' any more; {instead}")
             raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), allowed)}")
 
 
@@ -367,8 +373,10 @@ def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> Quantize
     for key, value in settings.items():
         dotted = f"options.{key}"
         origin = origins.get(dotted, DEFAULT)
-        if not fields:
+        if not fields and dotted not in RETIRED:
             raise UserError(f"{origin}: scheme '{scheme}' has no options, got '{dotted}'; remove it")
+        if key not in fields and dotted in RETIRED:
+            raise UserError(f"{origin}: there is no option '{dotted}' any more; {RETIRED[dotted]}")
         if key not in fields:
             raise UserError(f"{origin}: scheme '{scheme}' has no option '{dotted}'{did_you_mean(str(key), fields)}")
         try:

@@ -326,13 +326,6 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
     """
     from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):
-        """huggingface_hub's progress bar, and none where stderr is no terminal."""
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings | {"disable": None})
 
     unreachable: Exception | None = None
     files_alone = False  # whether only the cached files of the repository are known
@@ -368,13 +361,11 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
             raise unreachable
         return folder / chosen.path
     if missing:
-        total = size(sum(sizes.get(name, 0) for name in missing))
-        note(
-            f"fetching {repository.what} at {commit[:12]}: {len(missing)} file{'s' if len(missing) > 1 else ''}, {total}"
-        )
+        total = size(sum(sizes[name] for name in missing))
+        note(f"fetching {repository.what} at {commit[:12]}: {total}")
     # by branch, not by commit, so that the cache can resolve the branch when offline
     patterns = [glob.escape(name) for name in chosen.files]
-    folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns, tqdm_class=Bar))
+    folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns))
     return _with_headers(repository, folder, chosen) if headers else folder / chosen.path
 
 

@@ -24,7 +24,7 @@ TOKENS, ROWS = 16384, 256
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Run all schemes on a block of a shape. Raises `Failed`, with the figures of the others, if one does not run."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+    from vlmcompress.numerics.statistics.inputs import STATISTICS
     from vlmcompress.quantization.schemes import REGISTRY
 
     text = shapes.shape(place, shape, "full").text
@@ -33,8 +33,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     inputs, seconds, stats = {}, 0.0, {}
     for name, (width, _) in groups.items():
         inputs[name] = made.inputs(width, 256 if place.tiny else TOKENS, device)
-        made.statistics(*inputs[name], {*STORABLE, CROSS})  # the first call also loads libraries
-        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], {*STORABLE, CROSS}))
+        made.statistics(*inputs[name], STATISTICS)  # the first call also loads libraries
+        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], STATISTICS))
         seconds += taken
     inputs.clear()
     weights = {
@@ -81,7 +81,7 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
     counts = measure.counts(lambda: solve(method, small, first, options, torch.bfloat16))  # also the first call of all
     smooth(method, small, first, options)
     tried = solve(method, small, first, options, torch.bfloat16)
-    compressed_tensors.tensors(tried.weights[0], scheme, tried.input_scale)
+    compressed_tensors.FORMAT.tensors(tried.weights[0], scheme, tried.input_scale)
     measure.forget_peaks()
     for name, group in weights.items():
         ready, group_stats = group, stats[name]
@@ -94,7 +94,7 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):
-            taken, _ = measure.once(lambda: compressed_tensors.tensors(q, scheme, input_scale))  # noqa: B023
+            taken, _ = measure.once(lambda: compressed_tensors.FORMAT.tensors(q, scheme, input_scale))  # noqa: B023
             total["pack"] += taken
             some = slice(None, None, max(1, len(weight) // ROWS))
             change = q.dequantize(torch.float32)[some] - weight[some].float()

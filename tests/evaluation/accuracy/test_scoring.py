@@ -139,7 +139,7 @@ WORDS = st.sampled_from(
 @settings(max_examples=400)
 @given(st.lists(WORDS, max_size=12).map(" ".join))
 def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
-    """Where the official parser draws an option at random, ours gives none."""
+    """Where the official parser draws an option at random, the package's gives none."""
     drawn: list = []
     official.random.choice, original = lambda options: drawn.append(options) or "random", official.random.choice
     try:
@@ -184,7 +184,7 @@ def test_mmbench_choice(answer: str, chosen: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "expected"),
     [
         ("Yes", "yes"),
         ("no, there is one dog", "no"),
@@ -195,8 +195,8 @@ def test_mmbench_choice(answer: str, chosen: str | None) -> None:
         ("", None),
     ],
 )
-def test_yes_or_no(answer: str, said: str | None) -> None:
-    assert scoring.yes_or_no(answer) == said
+def test_yes_or_no(answer: str, expected: str | None) -> None:
+    assert scoring.yes_or_no(answer) == expected
 
 
 @pytest.mark.parametrize("text", ["Red Star", " red   star.", "RED\nSTAR", "red star .", "red star"])

@@ -42,8 +42,8 @@ def quantized(fmt: Format):
 @pytest.mark.parametrize(("kind", "fmt"), FORMS)
 def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
     qt = quantized(fmt)
-    stored = exporter.tensors(qt, Scheme(fmt))["weight"]
-    assert exporter.storage(Scheme(fmt)) == kind
+    stored = exporter.FORMAT.tensors(qt, Scheme(fmt))["weight"]
+    assert exporter.FORMAT.storage(Scheme(fmt)) == kind
     weights = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind]))
     if kind == "NVFP4":
         assert torch.equal(weights, qt.q.float() * qt.scale.float().repeat_interleave(16, 1))
@@ -56,7 +56,7 @@ def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
 
 def test_codes_and_scales_of_q4_0_are_unchanged():
     qt = quantized(Format("int", 4, 64))
-    blocks = exporter.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
+    blocks = exporter.FORMAT.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
     codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], -1).view(ROWS, COLUMNS)
     assert torch.equal(scales[:, ::2], qt.scale) and torch.equal(scales[:, 1::2], qt.scale)
@@ -66,7 +66,7 @@ def test_codes_and_scales_of_q4_0_are_unchanged():
 def test_a_scale_that_is_no_float16_is_refused():
     qt = round_to_nearest(torch.randn(4, 32) * 1e-7, Format("int", 4, 32), scale_dtype=torch.float32)
     with pytest.raises(UserError, match="no 16-bit floats"):
-        exporter.tensors(qt, Scheme(qt.format))
+        exporter.FORMAT.tensors(qt, Scheme(qt.format))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_scale_that_is_no_float16_is_refused():
 )
 def test_a_scheme_that_no_type_holds_is_refused(scheme, reason):
     with pytest.raises(UserError, match=reason):
-        exporter.storage(scheme)
+        exporter.FORMAT.storage(scheme)
 
 
 def test_rows_that_are_no_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="whole blocks"):
-        exporter.specs(Scheme(Format("int", 4, -1)), 8, 48, "F16")
+        exporter.FORMAT.specs(Scheme(Format("int", 4, -1)), 8, 48, "F16")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_equal_inputs_give_equal_files(written, tmp_path):
     assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "again")]) == 0
     for name in ("model.gguf", "mmproj.gguf"):
         again = (tmp_path / "again" / name).read_bytes()
-        # the file says the name of the source's folder only
+        # the file has the name of the source's folder only
         assert again == (out / name).read_bytes()
 
 

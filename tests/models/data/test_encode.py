@@ -115,14 +115,14 @@ def test_masks(family, loaded):
 FRAMES = 12  # at 8 a second; no processor's rule takes them all
 TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl", "exaone4-5"), {"fps": 2}) | dict.fromkeys(
     ("llava-onevision", "internvl", "gemma4", "gemma4-moe", "gemma4-unified"), {"num_frames": FRAMES}
-)  # what a processor has to be told; Gemma 4's would ask for more frames than there are
+)  # settings that a processor needs; Gemma 4's would take more frames than there are
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=() if name in ("llava", "qwen2-5-vl") else pytest.mark.slow) for name in FAMILIES]
 )
 def test_videos(kind, loaded, tmp_path):
-    """Oracles: the processor itself, given all frames to choose from, and told vLLM's rate or number where it has none. And
+    """Oracles: the processor itself, given all frames to choose from, with vLLM's rate or number where it has none. And
     what the decoder is fed: the mask covers videos, in files or as frames, next to images or without."""
     vlm, file = loaded(kind), film(tmp_path / "film.mp4", FRAMES)
     videos = [Video(file, "x"), Video(file.read_bytes(), "x"), Video([picture(84, 56, seed) for seed in range(4)], "x")]
@@ -178,7 +178,7 @@ def read(file: Path) -> list[np.ndarray]:
 
 
 def test_long_videos_are_thinned_as_vllm_does(loaded, tmp_path):
-    """Of a processor without a rule. Oracle: the brightness of the frames, which says where in the video they are."""
+    """Of a processor without a rule. Oracle: the brightness of the frames, which shows where in the video they are."""
     frames, metadata = Video(film(tmp_path / "film.mp4", 100), "x").frames(loaded("llava-onevision").processor)
     assert len(frames) == 32 and metadata.frames_indices == np.linspace(0, 99, 32, dtype=int).tolist()
     assert [round((pixels[0, -1].mean() - 20) / 2) for pixels in frames] == pytest.approx(
@@ -190,9 +190,9 @@ def test_videos_that_cannot_be_shown(loaded, tmp_path, monkeypatch):
     vlm, damaged = loaded("qwen3-vl"), tmp_path / "damaged.mp4"
     damaged.write_bytes(film(tmp_path / "film.mp4", 9).read_bytes()[:400])
 
-    def say(source, *says):
+    def say(source, *message):
         refused(
-            lambda: encode([Sample("a", (), "what?", videos=(Video(source, "row 3"),))], vlm), "row 3: video", *says
+            lambda: encode([Sample("a", (), "what?", videos=(Video(source, "row 3"),))], vlm), "row 3: video", *message
         )
 
     say(damaged, "damaged.mp4' cannot be decoded")
@@ -264,7 +264,7 @@ def test_template_of_the_tokenizer_is_used(loaded):
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows 0 of 2 images"),
         ("{{ '<image>' * 2 }}", "does not show its text"),
@@ -272,8 +272,8 @@ def test_template_of_the_tokenizer_is_used(loaded):
         (CHAT.replace("messages", "messages[:1]"), "does not show the answer"),
     ],
 )
-def test_templates_that_do_not_fit(loaded, template, says):
-    refused(lambda: encode(SAMPLES[:1], with_template(loaded("llava"), template)), "sample 'two images'", says)
+def test_templates_that_do_not_fit(loaded, template, message):
+    refused(lambda: encode(SAMPLES[:1], with_template(loaded("llava"), template)), "sample 'two images'", message)
 
 
 def test_placeholder_in_the_text(family, loaded):
@@ -317,15 +317,17 @@ def test_where_a_model_refuses_everything_its_file_is_named(checkpoint, tmp_path
     file = folder / {"template": "chat_template.jinja", "processor": "processor_config.json"}[part]
     if part == "template":
         file.write_text("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
-        says = "chat template refuses even a plain question about a plain image (can only concatenate str"
+        message = "chat template refuses even a plain question about a plain image (can only concatenate str"
     else:  # as transformers 4.47 to 4.50 saved it
         content = json.loads(file.read_text())
         content["image_processor"]["size"] = {"min_pixels": 3136, "max_pixels": 28224}
         file.write_text(json.dumps(content))
-        says = "processor refuses even a plain question about a plain image (`size` dict must contain 'shortest_edge'"
+        message = (
+            "processor refuses even a plain question about a plain image (`size` dict must contain 'shortest_edge'"
+        )
     vlm = models.load(folder)
     for samples in (SAMPLES[:1], SAMPLES):
-        refused(lambda samples=samples: encode_usable(samples, vlm, "x.jsonl"), says, f"restore {file}")
+        refused(lambda samples=samples: encode_usable(samples, vlm, "x.jsonl"), message, f"restore {file}")
 
 
 def test_image_that_the_processor_refuses(loaded):

@@ -118,7 +118,7 @@ def test_videos(tmp_path):
 
 
 def test_conversations_of_llava_and_sharegpt():
-    """The mark says where the image is; the last answer is the answer; text alone and JSON text are read, too."""
+    """The mark shows where the image is; the last answer is the answer; text alone and JSON text are read, too."""
     turns = [
         {"from": "human", "value": "<image>\nWhat is it?"},
         {"from": "gpt", "value": "A cat."},
@@ -158,7 +158,7 @@ def test_messages_take_images_of_the_column():
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"image": None, "question": " "}, "question is missing or empty"),
         ({"image": None, "question": 3}, "question is not a text"),
@@ -190,8 +190,8 @@ def test_messages_take_images_of_the_column():
         ),
     ],
 )
-def test_unusable_rows_are_refused(row, says):
-    refused(lambda: read(row), "row 1", says)
+def test_unusable_rows_are_refused(row, message):
+    refused(lambda: read(row), "row 1", message)
 
 
 def test_samples_made_by_hand():

@@ -1,4 +1,4 @@
-"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, said, and still better than rounding."""
+"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, reported, and still better than rounding."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ def test_one_sample(tmp_path, capfd, monkeypatch):
         cli.main(["quantize", str(DEMO_LLAVA), "-o", str(tmp_path / "out"), "--scheme", "gptq", "--json", *extra]) == 0
     )
     output = capfd.readouterr()
-    said = [line for line in output.err.splitlines() if line.startswith("warning: ")]
+    printed = [line for line in output.err.splitlines() if line.startswith("warning: ")]
     result = manifest.read_manifest(tmp_path / "out")
-    assert said == [f"warning: {line}" for line in result["warnings"]] and len(said) == 2
-    assert json.loads(output.out)["warnings"] == result["warnings"] and "calibrated on 1 samples" in said[0]
+    assert printed == [f"warning: {line}" for line in result["warnings"]] and len(printed) == 2
+    assert json.loads(output.out)["warnings"] == result["warnings"] and "calibrated on 1 samples" in printed[0]
     tokens = sum(result["calibration"]["tokens"].values())
-    assert "16 groups of layers" in said[1] and f"{tokens} tokens, 256 inputs" in said[1] and "--samples" in said[1]
+    assert (
+        "16 groups of layers" in printed[1]
+        and f"{tokens} tokens, 256 inputs" in printed[1]
+        and "--samples" in printed[1]
+    )
     errors = [max(error.values()) for error in result["errors"].values()]
     assert 0.01 < max(errors) < 0.06  # on its own tokens 0.3%
     assert "measured_on" in json.loads(output.out) and result["calibration"]["held_out"] == 4
@@ -73,8 +77,8 @@ def test_inputs_that_are_always_zero_need_no_tokens():
     assert not solve(gptq, [torch.randn(32, 64)], stats(x), gptq.Options(group_size=32), torch.float32).warnings
 
 
-def test_more_damping_than_asked_for():
-    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are told."""
+def test_more_damping_than_requested():
+    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are reported."""
     x = torch.randn(8, 128).repeat(100, 1)  # rank 8, though tokens are many
     solution = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
     ((what, detail),) = solution.warnings

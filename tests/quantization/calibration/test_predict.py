@@ -9,7 +9,7 @@ from tests.kit.quant_data import inputs, weight
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE, GroupStats
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS, GroupStats
 from vlmcompress.quantization import schemes
 from vlmcompress.quantization.calibration.predict import Predictor, evenly, input_noise
 from vlmcompress.quantization.schemes import REGISTRY
@@ -21,7 +21,7 @@ SQUARES = {"text": 0.3, "vision": 0.01, "answer": 2.0}
 def observed(seed: int = 0) -> tuple[dict[str, torch.Tensor], GroupStats]:
     """Inputs by modality, of different covariance, and their statistics."""
     parts = {name: inputs(WIDTH, 100 + 80 * i, seed=seed + i) for i, name in enumerate(MODALITIES)}
-    collector = Collector(WIDTH, STORABLE)
+    collector = Collector(WIDTH, STATISTICS)
     for code, x in enumerate(parts.values(), start=1):
         collector.add(x, torch.full((len(x),), code))
     return parts, collector.finish()

@@ -64,7 +64,7 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 
 
 def test_a_scheme_gives_groups_to_another(models):
-    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
+    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were the recipe's scheme."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
     result = make_plan(recipe(models["llava"], **keys), strict=False)
     formats = {(row.group, row.format): row.blocks for row in result.rows}
@@ -79,7 +79,7 @@ def test_a_scheme_gives_groups_to_another(models):
 def test_nvfp4_needs_whole_blocks():
     group = Group(0, "down", ("mlp.down_proj",))
     source = SimpleNamespace(shapes=lambda group: [(64, 40)])
-    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
+    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors.FORMAT, None)
     assert "each 16 inputs" in problem and "skip=[down_proj]" in problem
 
 
@@ -111,7 +111,7 @@ def test_output_tensors(scheme, local):
         from vlmcompress.numerics import ActFormat
 
         scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
-    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
+    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors.FORMAT, kv_layers=2)
     assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
 
 
@@ -171,10 +171,6 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     source = tiny.build("qwen3-vl-moe", tmp_path / "source")
     with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
         make_plan(recipe(source, scheme="mbq"))
-    with pytest.raises(
-        UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
-    ):
-        make_plan(recipe(source, scheme="qronos"))
     assert make_plan(recipe(source, scheme="awq")).needs_data
 
 
@@ -201,7 +197,7 @@ def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
 
 
 def test_target_limits_are_checked(models):
-    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
+    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is called directly."""
     problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), strict=False).problems
     assert problem == []
 
@@ -211,7 +207,6 @@ def test_calibration_need_and_memory(models):
     larger = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
     assert not free.needs_data and calibrated.needs_data
     assert free.peak_bytes < calibrated.peak_bytes < larger.peak_bytes
-    assert calibrated.peak_bytes < make_plan(recipe(models["llava"], scheme="qronos")).peak_bytes
     assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
 
@@ -367,9 +362,9 @@ def test_a_quantized_source_is_called_one(models, tmp_path):
     quantize(recipe(models["llava"], scheme="w8a16", out=str(quantized)))
     (foreign / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
     for folder, method in ((quantized, "compressed-tensors"), (foreign, "modelopt")):
-        says = f"{folder} is quantized already ({method}); give the 16-bit original"
-        assert says in bad(folder, scheme="rtn")["model"]
-        with pytest.raises(UserError, match=re.escape(says)):
+        output = f"{folder} is quantized already ({method}); give the 16-bit original"
+        assert output in bad(folder, scheme="rtn")["model"]
+        with pytest.raises(UserError, match=re.escape(output)):
             quantize(recipe(folder, scheme="rtn", out=str(tmp_path / "again")))
 
 

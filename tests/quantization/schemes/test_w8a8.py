@@ -93,7 +93,7 @@ def test_rounding_against_the_papers():
 
 
 def test_weights_of_silent_inputs_are_not_cut():
-    """As one is never active, it says nothing about the row's scale, but may speak one day."""
+    """As one is never active, it has no effect on the row's scale, but may become active."""
     x, w = inputs(32), weight(8, 32)
     x[:, 3], w[:, 3] = 0, 3.0
     (q,) = solve(int8, [w], statistics(x), int8.Options(), torch.bfloat16).weights

@@ -127,7 +127,7 @@ def test_the_file_is_identified_by_its_hash():
 
 @pytest.mark.parametrize(
     ("wrong", "text"),
-    [({"cover": 2}, "cover must be a share"), ({"sha256": "xyz"}, "64 hex"), ({"scorer": 3}, "scorer")],
+    [({"cover": 2}, "cover must be a number"), ({"sha256": "xyz"}, "64 hex"), ({"scorer": 3}, "scorer")],
 )
 def test_options_that_are_not_right(wrong, text):
     with pytest.raises(ValueError, match=text):

@@ -11,15 +11,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from vlmcompress.models import Group, Source
-from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
-from vlmcompress.recipe.allocation import Key
+from vlmcompress.recipe.allocation import RULES, Key
 from vlmcompress.recipe.bits import DEFAULT, NAMED
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
@@ -110,15 +110,15 @@ def budget_of(
         UserError: a width is not possible, or the budget cannot be met.
     """
     assert recipe.bits is not None
+    if "entropy" in RULES[recipe.bits.by].needs and find_spec("sklearn") is None:
+        raise UserError(
+            f"bits.by {recipe.bits.by} needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
+        )
     table = widths(recipe)
     searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
     if searches & {"block_scales", "ranges"}:
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
-        )
-    if any(CROSS in method.needs.statistics for method in table.values()):
-        raise UserError(
-            "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
         )
     exporter = recipe.exporter
     sizes: dict[Key, dict[str, int]] = {}

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from vlmcompress import models
@@ -19,9 +18,7 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group, Source, stream
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import Scheme
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import vocabulary
 from vlmcompress.quantization.plan.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
@@ -45,7 +42,6 @@ class Survey:
         source: the model that is quantized, from its headers, in the type that it is written in; with an untied output head if
             that is rotated or quantized.
         bytes_before: bytes of all weights of the recipe's model.
-        statistics: statistics that the decoder is solved from without running it; `statistics_problem`: why they can't be read.
         widths: (block, group name) -> method, for the groups whose width `allocate` chose within the budget of `bits`.
         allocation: the manifest's description of this choice; None: not chosen yet, or there is no budget.
     """
@@ -53,8 +49,6 @@ class Survey:
     recipe: Recipe
     source: Source
     bytes_before: int
-    statistics: Statistics | None = None
-    statistics_problem: str | None = None
     widths: Mapping[Key, QuantMethod] = field(default_factory=dict)
     allocation: dict[str, Any] | None = None
 
@@ -68,13 +62,11 @@ class Survey:
         Raises:
             UserError: the model is quantized already, not whole, or of an unknown family.
         """
-        source, statistics, problem = source or _read(recipe), None, None
+        source = source or _read(recipe)
         before, source = sum(spec.nbytes for spec in source.stored.values()), _as_written(recipe, source)
         if recipe.reduce:
             recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
-        if recipe.calibrate.stats is not None:
-            statistics, problem = _or_problem(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
-        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_problem=problem)
+        return cls(recipe=recipe, source=source, bytes_before=before)
 
     def with_source(self, source: Source) -> Self:
         """The same recipe on a model derived from this one: dequantized, with an adapter merged, or rotated."""
@@ -86,9 +78,7 @@ class Survey:
         others = {**self.assigned, **self.widths}
         if self.head:
             others[self.head.layer, self.head.name] = vocabulary.head_method(self.recipe, self.source)
-        return QuantMethod(
-            self.recipe.method, self.recipe.options, others, getattr(self.recipe.exporter, "SCALES", None)
-        )
+        return QuantMethod(self.recipe.method, self.recipe.options, others, self.recipe.exporter.SCALES)
 
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:
@@ -147,6 +137,7 @@ class Survey:
         return [
             group
             for group in vision_candidates(self.recipe, self.source)
+            # A group is left out whole, since an engine that fuses its layers has one format for all of them.
             if not any(side % VISION_MULTIPLE for shape in self.source.shapes(group) for side in shape)
             and not any(shape[1] % columns for shape in self.source.shapes(group))
         ]
@@ -278,4 +269,5 @@ def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
         if len(kept) == len(group.linears):
             yield group
         elif kept:
+            # A scale in the norm would reach the skipped layer, too, which stays as it is.
             yield replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1)

@@ -6,7 +6,7 @@ layers that read the same input (q/k/v; gate/up; ...). A module of this folder h
     Options                                   frozen dataclass that extends `QuantizerOptions`: the recipe's `options`, checked
                                               when made (ValueError). The package reads `bits` and `balance` from that base;
                                               a field or property of the same name replaces them. Every field has a default
-    needs(options) -> Needs                   statistics, prefix and searches that it requires; `Needs()`: no data
+    needs(options) -> Needs                   statistics and searches that it requires; `Needs()`: no data
     scheme(options) -> Scheme | None          number formats of the result; None: leaves the weights alone
     quantize(weight, stats, options, scale_dtype, prepared) -> QTensor      the rounded weight `[out, in]`
 

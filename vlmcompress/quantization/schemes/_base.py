@@ -19,18 +19,15 @@ class Needs:
     """What a scheme, with its options, requires from a run.
 
     Attributes:
-        statistics: a subset of {"gram", "absmax", "absmean", "cross", "gradient"}: statistics of a group's inputs
+        statistics: a subset of {"gram", "absmax", "absmean", "gradient"}: statistics of a group's inputs
             (`statistics.inputs.GroupStats`, with a method of the same name for each), and gradients of the answers' loss;
             empty: the scheme needs no data. A run with data also collects the Gram matrix, to report errors.
-        prefix: what has been quantized when a group's inputs are captured: the "blocks" before, or also the earlier "groups"
-            of the same block.
         searches: searches that run the model, before the first block is solved: "block_scales", smoothing scales by the error
             of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
             (`calibration.block_clip`).
     """
 
     statistics: frozenset[str] = frozenset()
-    prefix: Literal["blocks", "groups"] = "blocks"
     searches: frozenset[Search] = frozenset()
 
 
@@ -77,7 +74,7 @@ class Quantizer(Protocol):
         """The recipe's `options`."""
 
     def needs(self, options: Any) -> Needs:
-        """Statistics, prefix and searches that the scheme requires with these options."""
+        """Statistics and searches that the scheme requires with these options."""
 
     def scheme(self, options: Any) -> Scheme | None:
         """Number formats of the result; None: weights stay as they are, and `quantize` is never called."""

@@ -24,20 +24,19 @@ from vlmcompress.quantization.schemes._columns import Feedback, propagated_error
 PREPARED_BY = ("rounding", "damp", "balance")
 _READ = {"rtn": (), "gptq": ("gram",), "awq": ("gram", "absmean")}
 
-_STEPS = ("smooth", "clip", "clip_grid", "sweeps")
+_STEPS = ("smooth", "clip", "sweeps")
 Params = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`rounding`: "rtn", "gptq" or "awq"; `damp`, `smooth`, `clip`, `clip_grid`, `sweeps`: as in gptq, whose rounding
+    """`rounding`: "rtn", "gptq" or "awq"; `damp`, `smooth`, `clip`, `sweeps`: as in gptq, whose rounding
     they belong to; `balance`: see `statistics.balance`."""
 
     rounding: str = "gptq"
     damp: float = 0.01
     smooth: Any = "off"  # YAML reads a bare `off` as False
     clip: bool = False
-    clip_grid: int = 20
     sweeps: int = 0
     balance: Any = "off"
 
@@ -190,7 +189,7 @@ class Rounded:
         else:
             kwargs["max_code"] = options.max_code
             if ready.gram is not None:
-                scale, zero = awq.clipped(weight, ready.gram, self.fmt, awq.Options().clip_grid, **kwargs)
+                scale, zero = awq.clipped(weight, ready.gram, self.fmt, **kwargs)
             else:
                 counts = stats.importance() if ready.feedback is not None and stats is not None else None
                 scale, zero = find_params(weight, self.fmt, importance=counts, **kwargs)

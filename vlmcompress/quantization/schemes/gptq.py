@@ -49,20 +49,17 @@ _DAMP_GROWTH = 10  # damping of an attempt relative to the one before
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns that are
-    rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales, or "feedback"
-    for the one of them with the smallest error after GPTQ; `clip`: search the ranges, in `clip_grid` steps; `sweeps`: sweeps
-    of local search; `balance`: see `statistics.balance`."""
+    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `actorder`: "static" or null;
+    `smooth`: "off", "awq" for its channel scales, or "feedback" for the one of them with the smallest error after GPTQ;
+    `clip`: search the ranges; `sweeps`: sweeps of local search; `balance`: see `statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
     damp: float = 0.01
-    block: int = 256
     actorder: str | None = "static"
     smooth: Any = "off"  # YAML reads a bare `off` as False
     clip: bool = False
-    clip_grid: int = 20
     sweeps: int = 0
     balance: Any = "off"
 
@@ -73,15 +70,11 @@ class Options(QuantizerOptions):
             raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {self.smooth!r}")
         if not isinstance(self.clip, bool):
             raise ValueError(f"clip must be true or false, got {self.clip!r}")
-        for name, least in (("clip_grid", 3), ("sweeps", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if type(self.sweeps) is not int or self.sweeps < 0:
+            raise ValueError(f"sweeps must be a whole number of at least 0, got {self.sweeps!r}")
         object.__setattr__(self, "balance", require_balance(self.balance))
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
-        if type(self.block) is not int or self.block < 1:
-            raise ValueError(f"block must be a positive whole number, got {self.block!r}")
         if self.actorder not in ("static", None):
             raise ValueError(f"actorder must be 'static' or null, got {self.actorder!r}")
 
@@ -254,7 +247,7 @@ def quantize_group(
     feedback = prepare(weights, stats, options) if prepared is None else prepared
     fmt = scheme(options).weights
     params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
-    return quantize_columns(weights, feedback, params, fmt, options.block, options.sweeps)
+    return quantize_columns(weights, feedback, params, fmt, sweeps=options.sweeps)
 
 
 def ranges(
@@ -265,7 +258,7 @@ def ranges(
     `kwargs`: further arguments of `numerics.find_params`.
     """
     if options.clip:
-        return ranges_of_least_error(weight, feedback.residual_weight, fmt, options.clip_grid, **kwargs)
+        return ranges_of_least_error(weight, feedback.residual_weight, fmt, **kwargs)
     return find_params(weight, fmt, importance=stats.importance(), **kwargs)
 
 
