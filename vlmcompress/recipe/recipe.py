@@ -53,6 +53,7 @@ _PATHS: dict[str, hub.Kind | None] = {
 RETIRED = {
     "calibrate.stats": "name the samples by --calib",
     "vision_attention": "leave it out",
+    "goal": "name the scheme; vlmcompress list targets has those of a machine",
     "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
     "options.correct": "take gptq-plus",
     "options.behind": "take gptq-plus",
