@@ -146,6 +146,7 @@ def plan_text(capacity: Capacity) -> str:
         counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
         rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
     lines = [head, "", table(rows), "", _memory_text(capacity), "", _formats_text(capacity)]
+    # Formats that do not run are named with their reasons, or a reader would look for them in the table.
     refused = [
         f"  not {row.weights.name} ({row.weights.label}): {row.weights.problem}"
         for row in capacity.rows

@@ -53,6 +53,7 @@ _PATHS: dict[str, hub.Kind | None] = {
 RETIRED = {
     "calibrate.stats": "name the samples by --calib",
     "vision_attention": "leave it out",
+    "goal": "name the scheme; vlmcompress list targets has those of a machine",
     "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
     "options.correct": "take gptq-plus",
     "options.behind": "take gptq-plus",
@@ -95,7 +96,6 @@ class Recipe(_Frozen):
         model: folder of the source checkpoint.
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
-        goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantization.schemes`.
         options: the scheme's `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
@@ -128,7 +128,6 @@ class Recipe(_Frozen):
     model: Path
     out: Path | None = None
     target: str | None = None
-    goal: Literal["memory", "throughput"] | None = None
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # `resolve` sets it
     vision: Literal["bf16", "fp8", "int8", "w8a16"] = "bf16"
@@ -279,7 +278,7 @@ def resolve(
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
-    layers.append(_target_layer(values, origins))
+    layers.append(_target_layer(values))
     values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
@@ -328,14 +327,11 @@ def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> di
     return anchored
 
 
-def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
+def _target_layer(values: Mapping[str, Any]) -> Layer:
     """The settings that a target gives: its default scheme."""
-    target, goal = values.get("target"), values.get("goal")
-    if not isinstance(target, str):
+    if not isinstance(target := values.get("target"), str):
         return "target", {}
-    if goal not in ("memory", "throughput", None):
-        raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.get_target(target).schemes[None]}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:

@@ -118,6 +118,8 @@ def read(path: Path) -> Scorer:
         metadata = json_files.parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
+    if "worth" in weights:  # its name in files of before 29 November 2026
+        weights["output"] = weights.pop("worth")
     return Scorer(weights, _require_scorer(path, weights, metadata), hashlib.sha256(data).hexdigest())
 
 

@@ -148,6 +148,6 @@ def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path,
 def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_with_a_warning(world, built, tmp_path):
     keys = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
     done = quantize(recipe(world, built("llava"), tmp_path / "out", **keys))
-    assert "calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in done.manifest["warnings"][0]
+    assert any("calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in w for w in done.manifest["warnings"])
     assert "reduce" not in done.manifest["calibration"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"]["layer"] == 1

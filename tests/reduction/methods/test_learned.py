@@ -70,7 +70,7 @@ def slow(weights, features, grid):
         share = [math.exp(value - max(logits)) for value in logits]
         mixed = [sum(s * row[c] for s, row in zip(share, hidden, strict=True)) / sum(share) for c in range(HIDDEN)]
         attended = [a + b for a, b in zip(token_row, times(w["value"], mixed), strict=True)]
-        scores.append(sum(a * gelu(b) for a, b in zip(w["worth"], attended, strict=True)))
+        scores.append(sum(a * gelu(b) for a, b in zip(w["output"], attended, strict=True)))
     return scores
 
 

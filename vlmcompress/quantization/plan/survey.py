@@ -135,6 +135,7 @@ class Survey:
         return [
             group
             for group in vision_candidates(self.recipe, self.source)
+            # A group is left out whole, since an engine that fuses its layers has one format for all of them.
             if not any(side % VISION_MULTIPLE for shape in self.source.shapes(group) for side in shape)
             and not any(shape[1] % columns for shape in self.source.shapes(group))
         ]
@@ -266,4 +267,5 @@ def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
         if len(kept) == len(group.linears):
             yield group
         elif kept:
+            # A scale in the norm would reach the skipped layer, too, which stays as it is.
             yield replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1)

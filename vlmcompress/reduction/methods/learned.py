@@ -130,7 +130,7 @@ def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         "query": (hidden, hidden),
         "key": (hidden, hidden),
         "value": (hidden, hidden),
-        "worth": (hidden,),
+        "output": (hidden,),
     }
 
 
@@ -164,7 +164,7 @@ def score(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor
     # [n, n], one head of attention among the image's tokens.
     likeness = (hidden @ weights["query"].T) @ (hidden @ weights["key"].T).T
     others = (likeness / math.sqrt(hidden.shape[1])).softmax(-1) @ hidden
-    return F.gelu(hidden + others @ weights["value"].T) @ weights["worth"]
+    return F.gelu(hidden + others @ weights["value"].T) @ weights["output"]
 
 
 def places(grid: Grid, device: torch.device | None = None) -> Tensor:
