@@ -295,5 +295,5 @@ def test_every_flag_is_a_recipe_key():
     from vlmcompress.recipe import Calibrate
 
     keys = {*Recipe.model_fields, *(f"calibrate.{key}" for key in Calibrate.model_fields)}
-    keys |= {f"options.{field.name}" for name in SCHEMES for field in dataclasses.fields(SCHEMES.get(name).Options)}
+    keys |= {f"options.{field.name}" for name in SCHEMES for field in dataclasses.fields(SCHEMES.get(name).OPTIONS)}
     assert set(RECIPE_KEYS.values()) <= keys

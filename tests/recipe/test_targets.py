@@ -32,7 +32,7 @@ def test_default_schemes_exist_and_run(name):
     assert set(target.schemes) == {None, "memory", "throughput"}
     for scheme in target.schemes.values():
         module = SCHEMES.get(scheme)
-        assert target.format_problem(targets.format_key(module.scheme(module.Options()))) is None
+        assert target.format_problem(targets.format_key(module.scheme(module.OPTIONS()))) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,7 @@ _PATHS: dict[str, hub.Kind | None] = {
 RETIRED = {
     "calibrate.stats": "name the samples by --calib",
     "vision_attention": "leave it out",
+    "goal": "name the scheme; vlmcompress list targets has those of a machine",
     "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
     "options.correct": "take gptq-plus",
     "options.behind": "take gptq-plus",
@@ -188,7 +189,7 @@ class Recipe(_Frozen):
         return self.out
 
     @property
-    def method(self) -> Quantizer:
+    def method(self) -> Quantizer[Any]:
         """The scheme's module in `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
@@ -203,7 +204,7 @@ class Recipe(_Frozen):
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
         modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
-        return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
+        return {part: module.scheme(module.OPTIONS(**options)) for part, (module, options) in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -340,7 +341,7 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
     size = FORMATS.constant(name, "GROUP_SIZE") if name in FORMATS else None
     if size is None or scheme not in SCHEMES:
         return "format", {}
-    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).Options))
+    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).OPTIONS))
     return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
@@ -364,7 +365,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with these values, each checked against the type of its field."""
-    cls = SCHEMES.get(scheme).Options
+    cls = SCHEMES.get(scheme).OPTIONS
     if not isinstance(settings, Mapping):
         raise UserError(_wrong("options", settings, "should be a mapping", origins))
     fields = [field.name for field in dataclasses.fields(cls)]

@@ -59,7 +59,9 @@ def search_ranges(
             for block in run:
                 stack.enter_context(resident(modules[block], device))
                 outputs = call(modules, block, outputs, samples)
-            groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
+            groups = [
+                [group for group in blocks[block] if isinstance(method.of(group).module, qvlm.Qvlm)] for block in run
+            ]
             weights = stack.enter_context(_Weights(vlm.model, [group for part in groups for group in part], method))
             chosen |= _descend(modules, run, groups, samples, quantized, outputs, weights, base_options)
             for block in run:
@@ -69,7 +71,7 @@ def search_ranges(
     others = dict(method.others)
     for key, percentile in chosen.items():
         options = {**vars(_options(method.others.get(key, method))), "percentile": percentile}
-        others[key] = QuantMethod(qvlm, qvlm.Ranged(**options))
+        others[key] = QuantMethod(qvlm.SCHEME, qvlm.Ranged(**options))
     return replace(method, others=others)
 
 
@@ -99,7 +101,7 @@ class _Weights:
     """The weights of a run's linear layers, quantized in the ranges chosen so far; restored at the end."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], method: QuantMethod):
-        self.formats = {(g.layer, g.name): qvlm.scheme(_options(method.of(g))).weights for g in groups}
+        self.formats = {(g.layer, g.name): qvlm.SCHEME.scheme(_options(method.of(g))).weights for g in groups}
         self.weights = {
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups
