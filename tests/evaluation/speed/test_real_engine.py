@@ -92,7 +92,7 @@ def test_warm_caches_show_in_the_figures(quick_engines, monkeypatch) -> None:
         assert len(queried) > 20 and queried <= output, f"the dashboard asks for {sorted(queried - output)}"
         chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]
         assert set(chosen) == {running.name}
-    with pytest.raises(UserError, match="demo-llava is gone"):
+    with pytest.raises(UserError, match="demo-llava has ended"):
         counters.counters(running)
     outcomes, _ = serving.burst(plan, "candidate", running, 0, "", lambda *_: None, 0)
     with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
