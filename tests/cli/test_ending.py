@@ -91,6 +91,7 @@ ENDS = {
     "the reader left": ("list | true; exit ${PIPESTATUS[0]}", 0, None),
     "the reader of errors left": ("list --nope 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, None),
     "no number": ("list", 2, "RANK is 'x', which is not a number; "),
+    "a rank beyond all": ("list", 2, "RANK is 5, but WORLD_SIZE is 2; "),
     "not UTF-8": ("doctor $'a\\xff'", 2, r"'a\xff' is not UTF-8; rename"),
 }
 
@@ -99,7 +100,8 @@ ENDS = {
 def test_standard_streams_and_environment(name):
     """Output that is full, closed or left, and an environment that is wrong: the exit code, and one line or none."""
     call, code, line = ENDS[name]
-    rank = {"WORLD_SIZE": "2", "RANK": "x"} if name == "no number" else {}
+    ranks = {"no number": "x", "a rank beyond all": "5"}
+    rank = {"WORLD_SIZE": "2", "RANK": ranks[name]} if name in ranks else {}
     environment = os.environ | rank | {"PYTHONIOENCODING": "ascii"}
     command = ["bash", "-c", f"{sys.executable} -m vlmcompress {call}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

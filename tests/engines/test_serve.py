@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import io
 import json
 import shlex
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from tests.kit.processes import folder_is_left
@@ -70,8 +73,14 @@ def test_videos_are_off_by_default(checkpoint: Path) -> None:
     assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(arguments) == []
     assert remarks(arguments_of(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
-    with pytest.raises(UserError, match="--videos-per-request is -1, it should be at least 0"):
-        arguments_of(checkpoint, videos=-1)
+
+
+@given(st.sampled_from(["images", "videos", "max_model_len"]), st.integers())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_count_of_a_server_is_out_of_bounds(checkpoint: Path, name: str, count: int) -> None:
+    with contextlib.suppress(UserError):
+        arguments_of(checkpoint, **{name: count})
+        assert 0 <= count <= 10**6
 
 
 def test_a_server_that_others_reach_warns_of_what_it_fetches(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -148,13 +149,20 @@ def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
-    """Its process ends, and the caller's does not."""
+    """Its process ends, and the caller's does not. A full TMPDIR is named, not OUT."""
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)
     assert tokens.gguf_token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
     with pytest.raises(UserError, match="^llama.cpp refuses the tokenizer .*; write another format$"):
         tokens.gguf_token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as where TMPDIR is full
+    try:
+        with pytest.raises(UserError, match="^cannot write to .*; free some space there, or set TMPDIR$"):
+            tokens.gguf_token_ids(keys, ["ab"], gguf._add)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def test_default_schemes_exist_and_run(name):
     assert set(target.schemes) == {None, "memory", "throughput"}
     for scheme in target.schemes.values():
         module = SCHEMES.get(scheme)
-        assert target.format_problem(targets.format_key(module.scheme(module.Options()))) is None
+        assert target.format_problem(targets.format_key(module.scheme(module.OPTIONS()))) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,19 +86,9 @@ def test_format_key(scheme, key):
     assert targets.format_key(scheme) == key
 
 
-@pytest.mark.parametrize(
-    ("name", "goal", "scheme"),
-    [
-        ("h100", None, "fp8"),
-        ("a100", None, "gptq-plus"),
-        ("a100", "memory", "gptq-plus"),
-        ("a100", "throughput", "int8"),
-        ("a100-40gb", None, "gptq-plus"),
-        ("cpu", None, "int8"),
-    ],
-)
-def test_default_scheme(name, goal, scheme):
-    assert targets.default_scheme(name, goal) == scheme
+@pytest.mark.parametrize(("name", "scheme"), [("h100", "fp8"), ("a100", "gptq-plus"), ("cpu", "int8")])
+def test_default_scheme(name, scheme):
+    assert targets.get_target(name).schemes[None] == scheme
 
 
 def test_speeds_of_the_cpu_are_the_measured_ones():

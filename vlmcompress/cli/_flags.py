@@ -113,7 +113,7 @@ ALONE = "default KEEP: the method's, mostly 0.5; see vlmcompress list reducers"
 
 # Destination of a flag -> the recipe key that it sets.
 RECIPE_KEYS = {
-    **{name: name for name in ("model", "out", "format", "target", "goal", "scheme", "vision", "head", "embeddings")},
+    **{name: name for name in ("model", "out", "format", "target", "scheme", "vision", "head", "embeddings")},
     "kv_cache": "kv_cache",
     **{name: f"options.{name}" for name in ("bits", "group_size")},
     **{name: name for name in ("rotate", "adapter", "dtype", "from_quantized", "reduce")},
@@ -201,7 +201,6 @@ def recipe(parser: Parser) -> None:
     parser.add_argument("--dtype", default=none, help="of scales and unquantized tensors: bfloat16, float16 or float32")
     parser.add_argument("--from-quantized", action="store_true", default=none, help="MODEL is FP8: dequantize it first")
     target(parser)
-    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to use")
     parser.add_argument("--vision", default=none, help="scheme of the vision tower: bf16, fp8, int8 or w8a16")
     vocabulary(parser)
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")

@@ -307,7 +307,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     if scheme := plan.schemes.get(embedding):
         nearest = SCHEMES.get("rtn")
         bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
-        method = QuantMethod(nearest, nearest.Options(bits=bits, group_size=group, symmetric=symmetric))
+        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
     quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
     schemes = {name: plan.schemes[name] for name in quantized}

@@ -53,6 +53,7 @@ _PATHS: dict[str, hub.Kind | None] = {
 RETIRED = {
     "calibrate.stats": "name the samples by --calib",
     "vision_attention": "leave it out",
+    "goal": "name the scheme; vlmcompress list targets has those of a machine",
     "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
     "options.correct": "take gptq-plus",
     "options.behind": "take gptq-plus",
@@ -95,7 +96,6 @@ class Recipe(_Frozen):
         model: folder of the source checkpoint.
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
-        goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantization.schemes`.
         options: the scheme's `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
@@ -128,7 +128,6 @@ class Recipe(_Frozen):
     model: Path
     out: Path | None = None
     target: str | None = None
-    goal: Literal["memory", "throughput"] | None = None
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # `resolve` sets it
     vision: Literal["bf16", "fp8", "int8", "w8a16"] = "bf16"
@@ -190,7 +189,7 @@ class Recipe(_Frozen):
         return self.out
 
     @property
-    def method(self) -> Quantizer:
+    def method(self) -> Quantizer[Any]:
         """The scheme's module in `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
@@ -205,7 +204,7 @@ class Recipe(_Frozen):
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
         modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
-        return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
+        return {part: module.scheme(module.OPTIONS(**options)) for part, (module, options) in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -279,7 +278,7 @@ def resolve(
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
-    layers.append(_target_layer(values, origins))
+    layers.append(_target_layer(values))
     values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
@@ -328,14 +327,11 @@ def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> di
     return anchored
 
 
-def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
+def _target_layer(values: Mapping[str, Any]) -> Layer:
     """The settings that a target gives: its default scheme."""
-    target, goal = values.get("target"), values.get("goal")
-    if not isinstance(target, str):
+    if not isinstance(target := values.get("target"), str):
         return "target", {}
-    if goal not in ("memory", "throughput", None):
-        raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.get_target(target).schemes[None]}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:
@@ -345,7 +341,7 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
     size = FORMATS.constant(name, "GROUP_SIZE") if name in FORMATS else None
     if size is None or scheme not in SCHEMES:
         return "format", {}
-    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).Options))
+    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).OPTIONS))
     return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
@@ -369,7 +365,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with these values, each checked against the type of its field."""
-    cls = SCHEMES.get(scheme).Options
+    cls = SCHEMES.get(scheme).OPTIONS
     if not isinstance(settings, Mapping):
         raise UserError(_wrong("options", settings, "should be a mapping", origins))
     fields = [field.name for field in dataclasses.fields(cls)]

@@ -64,7 +64,7 @@ class Target:
         bandwidth: GB/s of device memory; None: depends on the machine.
         rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic, TOPS; missing for types that the
             machine does not support or no source states.
-        schemes: goal -> scheme that suits it best, by its kernels; `None` -> scheme to take without a goal.
+        schemes: goal -> scheme that suits it best, by its kernels; `None` -> the one that a recipe takes by default.
         kernels: format -> the kernel that vLLM picks.
         weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
         no_kernel: format -> why it does not run, naming the alternative.
@@ -159,11 +159,6 @@ def format_key(scheme: Any) -> str:
     kind = "int" if activations.kind == "int" else "fp" if activations.dynamic else "fp-static"
     kind = "fp-block" if weights.rows > 1 else kind
     return f"w{weights.bits}a{activations.bits}-{kind}"
-
-
-def default_scheme(name: str, goal: Goal | None) -> str:
-    """The name of the target's best scheme for a goal (None: in general)."""
-    return get_target(name).schemes[goal]
 
 
 def require_scheme(

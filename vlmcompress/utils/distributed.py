@@ -28,12 +28,16 @@ class SharedError(UserError):
 
 
 class NoNumber(UserError):
-    """An environment variable with a worker's rank holds no number, so that this worker's rank is unknown."""
+    """An environment variable holds no number, or none that can be, so that this worker's rank is unknown."""
 
 
 def rank() -> int:
     """This worker's rank, from 0; read from the environment, so that it is valid before the process group exists."""
-    return _number("RANK", 0) if _started() > 1 else 0
+    if (started := _started()) <= 1:
+        return 0
+    if (number := _number("RANK", 0)) >= started:
+        raise NoNumber(f"RANK is {number}, but WORLD_SIZE is {started}; start torchrun, or unset both")
+    return number
 
 
 def world_size() -> int:

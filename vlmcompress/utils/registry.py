@@ -172,7 +172,7 @@ def _literals(body: Sequence[ast.stmt]) -> dict[str, Any]:
 
 
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.
-SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
+SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme", entry="SCHEME")
 REDUCERS = Registry("vlmcompress.reduction.methods", "reducer", entry="REDUCER")
 FORMATS = Registry("vlmcompress.export.formats", "format", entry="FORMAT")
 FAMILIES = Registry("vlmcompress.models.families", "model family")

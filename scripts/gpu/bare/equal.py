@@ -71,7 +71,7 @@ def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         return figures | ({} if abs(worst - 1) <= ERRORS else {"wrong": f"its error is {worst:.4f} times the CPU's"})
 
-    names = [name for name in REGISTRY.names() if (m := REGISTRY.get(name)).scheme(m.Options()) is not None]
+    names = [name for name in REGISTRY.names() if (m := REGISTRY.get(name)).scheme(m.OPTIONS()) is not None]
     return each(names, row)
 
 
@@ -80,7 +80,7 @@ def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None,
     from vlmcompress.quantization.schemes import REGISTRY, smooth, solve
 
     method = REGISTRY.get(name)
-    options = method.Options()
+    options = method.OPTIONS()
     smoothing = smooth(method, weights, stats, options)
     if (scale := smoothing.scale) is not None:
         weights, stats = [w.float() * scale for w in weights], stats.rescaled(scale)

@@ -40,7 +40,7 @@ def run(place: Place) -> dict[str, Any]:
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = SCHEMES[name]
         method = REGISTRY.get(scheme)
-        options = method.Options(**chosen)
+        options = method.OPTIONS(**chosen)
         scale = smooth(method, weights, stats, options).scale
         scaled, group = (
             (weights, stats) if scale is None else ([w.float() * scale for w in weights], stats.rescaled(scale))

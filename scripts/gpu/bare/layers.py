@@ -45,10 +45,10 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = methods[name]
         method = REGISTRY.get(scheme)
-        return solved(method, method.Options(**chosen), weights, stats) | {"blocks": blocks}
+        return solved(method, method.OPTIONS(**chosen), weights, stats) | {"blocks": blocks}
 
     names = [
-        name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.Options()) is not None
+        name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.OPTIONS()) is not None
     ]
     rows = each(names, row)
     for figures in rows.values():

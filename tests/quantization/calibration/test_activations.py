@@ -62,7 +62,7 @@ def test_the_error_is_that_of_the_output(module, balance):
     """Of a group before which nothing can be folded, so that inputs stay: |r(X) Q^T - X W^T|^2 / |X W^T|^2 over all tokens."""
     x, mask = data()
     weight = torch.randn(64, x.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    options = module.Options(balance=balance) if module is int8 else module.Options()
+    options = module.OPTIONS(balance=balance) if module is int8 else module.OPTIONS()
     group, method = Group(0, "g", ("lin",)), QuantMethod(module, options)
     result = solve_block([group], {"lin": weight}, {"g": observed(x, mask)}, method, torch.bfloat16)
     q, act = result.weights["lin"].dequantize(torch.float32), method.scheme.activations

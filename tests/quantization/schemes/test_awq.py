@@ -18,9 +18,9 @@ def rounded(w, fmt, scale_dtype, importance, ratio=1.0):
 
 def effective(weights, stats, options, scale_dtype=torch.bfloat16):
     """What the layers compute after AWQ, as weights for the unscaled input."""
-    s = awq.smooth(weights, stats, options, scale_dtype).scale
+    s = awq.SCHEME.smooth(weights, stats, options, scale_dtype).scale
     s = torch.ones(weights[0].shape[1]) if s is None else s
-    solution = solve(awq, [w * s for w in weights], stats.rescaled(s), options, scale_dtype)
+    solution = solve(awq.SCHEME, [w * s for w in weights], stats.rescaled(s), options, scale_dtype)
     return [q.dequantize(torch.float32) / s for q in solution.weights]
 
 
@@ -30,7 +30,7 @@ def test_search_matches_brute_force(symmetric):
     x = inputs(128, tokens=400)
     weights = [weight(40, 128, 0), weight(24, 128, 1)]
     stats, options = statistics(x), awq.Options(group_size=32, symmetric=symmetric)
-    fmt = awq.scheme(options).weights
+    fmt = awq.SCHEME.scheme(options).weights
     scales = [torch.ones(128), *awq.candidates(weights, stats, options)]
     assert len(scales) == 1 + (options.grid - 1) * 2
     counts = stats.gram().diagonal()
@@ -39,7 +39,7 @@ def test_search_matches_brute_force(symmetric):
         for s in scales
     ]
     best = min(range(len(scales)), key=losses.__getitem__)
-    scale = awq.smooth(weights, stats, options).scale
+    scale = awq.SCHEME.smooth(weights, stats, options).scale
     assert best > 0, "the test needs inputs on which scaling pays"
     torch.testing.assert_close(scale, scales[best])
 
@@ -50,10 +50,10 @@ def test_a_sample_of_rows_chooses_as_well_as_all():
     weights = [weight(900, 128, 0), weight(600, 128, 1)]
     stats, options = statistics(x), awq.Options(group_size=32)
     assert 250 <= sum(map(len, awq.sample(weights))) <= 260
-    fmt, gram = awq.scheme(options).weights, stats.gram()
+    fmt, gram = awq.SCHEME.scheme(options).weights, stats.gram()
     scales = torch.stack([torch.ones(128), *awq.candidates(weights, stats, options)])
     losses = awq._losses(torch.cat(weights), scales, gram, fmt, torch.bfloat16)
-    scale = awq.smooth(weights, stats, options).scale
+    scale = awq.SCHEME.smooth(weights, stats, options).scale
     chosen = next(i for i, s in enumerate(scales) if torch.equal(s, scale))
     assert losses[chosen] <= 1.02 * min(losses) < 0.9 * losses[0]
 
@@ -82,7 +82,7 @@ def test_never_worse_than_rounding_to_nearest(seed, bits, symmetric, clip):
     kind = {"bits": bits, "group_size": 32, "symmetric": symmetric}
     effective_weights = effective(weights, statistics(x), awq.Options(**kind, clip=clip))
     stats, plain_options = statistics(x), rtn.Options(**kind)
-    plain = [rtn.quantize(w, stats, plain_options, torch.bfloat16).dequantize(torch.float32) for w in weights]
+    plain = [rtn.SCHEME.quantize(w, stats, plain_options, torch.bfloat16).dequantize(torch.float32) for w in weights]
     ours = sum(output_error(x, new, w) for new, w in zip(effective_weights, weights, strict=True))
     theirs = sum(output_error(x, new, w) for new, w in zip(plain, weights, strict=True))
     assert ours <= theirs * (1 + 1e-4)
@@ -91,9 +91,9 @@ def test_never_worse_than_rounding_to_nearest(seed, bits, symmetric, clip):
 def test_clip_search_matches_brute_force():
     """Oracle: for each row and group, the output error of that group's columns alone, from the activations."""
     x, w = inputs(96, tokens=300), weight(12, 96)
-    fmt, steps = awq.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
+    fmt, steps = awq.SCHEME.scheme(awq.Options(group_size=32, symmetric=True)).weights, 10
     gram = statistics(x).gram()
-    chosen = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, steps, {"scale_dtype": torch.bfloat16})
+    chosen = awq._best_ratio(w, find_ranges(w, fmt, gram.diagonal()), gram, fmt, {"scale_dtype": torch.bfloat16})
     ratios = [1 - k * 0.5 / steps for k in range(steps)]
     for g in range(3):
         columns = slice(32 * g, 32 * g + 32)
@@ -111,8 +111,8 @@ def test_clipping_helps_each_row(bits):
     x, w = inputs(128), weight(40, 128)
     stats = statistics(x)
     options = awq.Options(bits=bits, group_size=32)
-    fmt = awq.scheme(options).weights
-    clipped = awq.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
+    fmt = awq.SCHEME.scheme(options).weights
+    clipped = awq.SCHEME.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
     plain = round_to_nearest(w, fmt, scale_dtype=torch.bfloat16).dequantize(torch.float32)
     rows = [((x @ (new - w).T).square().sum(0)) for new in (clipped, plain)]
     assert (rows[0] <= rows[1] * (1 + 1e-4)).all()
@@ -123,6 +123,6 @@ def test_uniform_inputs_are_left_alone_or_improved():
     """Equal channels and 8 bits leave nothing to gain; the result must not be worse than doing nothing."""
     x, w = torch.randn(300, 64), weight(16, 64)
     stats, options = statistics(x), awq.Options(bits=8, group_size=32, clip=False)
-    plain = rtn.quantize(w, None, rtn.Options(bits=8, group_size=32, symmetric=False), torch.bfloat16)
+    plain = rtn.SCHEME.quantize(w, None, rtn.Options(bits=8, group_size=32, symmetric=False), torch.bfloat16)
     effective_weight = effective([w], stats, options)[0]
     assert output_error(x, effective_weight, w) <= output_error(x, plain.dequantize(torch.float32), w) * (1 + 1e-4)

@@ -43,6 +43,7 @@ LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM rejects requests with `mm_processor_kwargs` (status 400)
 DOMAINS = "--allowed-media-domains"
 HOST = "127.0.0.1"
+MOST = 10**6  # images or videos of a request, tokens of a context
 AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -177,8 +178,8 @@ def arguments_of(
     """
     counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
     for flag, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise UserError(f"--{flag} is {value}, it should be at least {least}")
+        if value is not None and not least <= value <= MOST:
+            raise UserError(f"--{flag} is {str(value)[:40]}, it should be from {least} to {MOST:,}")
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
     config: dict[str, Any] = schema.read_typed(model_folder.Config, model / "config.json", "give a checkpoint's folder")

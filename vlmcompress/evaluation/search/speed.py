@@ -131,7 +131,7 @@ class Modelled:
             counted = capacity.counted
             work = roofline.work(self._model, visual, load.text, counted.patches, counted.tokens)
             first = roofline.prefill_seconds(work, target.rates, kind, 1)
-            draft = weight_bytes.draft_bytes(self._model)
+            draft = weight_bytes.mtp_bytes(self._model)
             read = roofline.step_bytes(roofline.bytes_read(self._model, loaded - draft), self._model, many, load.filled)
             per_token = work.linear / max(load.visual + load.text, 1)
             step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind), 1)

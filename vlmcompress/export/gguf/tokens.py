@@ -35,14 +35,17 @@ def gguf_token_ids(
         add: function that adds a metadata entry to a `gguf.GGUFWriter`.
 
     Raises:
-        UserError: llama.cpp refuses the tokenizer.
+        UserError: llama.cpp refuses the tokenizer, or TMPDIR has no space for a small file.
     """
     if find_spec("xllamacpp") is None:
         return None
     with tempfile.TemporaryDirectory(prefix="vlmcompress-tokens-") as place:
         model, lines, result = (Path(place, name) for name in ("model.gguf", "texts.json", "tokens.json"))
-        _write(model, keys, add)
-        lines.write_text(json.dumps(texts), encoding="utf-8")
+        try:
+            _write(model, keys, add)
+            lines.write_text(json.dumps(texts), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write to {place} ({error}); free some space there, or set TMPDIR") from error
         command = [sys.executable, __file__, str(model), str(lines), str(result)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)

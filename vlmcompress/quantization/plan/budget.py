@@ -79,14 +79,14 @@ def _method(recipe: Recipe, width: int | str) -> QuantMethod:
     options: Any = recipe.options
     if isinstance(width, int):
         if options.bits is None:
-            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
+            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).OPTIONS().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
             return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
-    defaults = module.Options()
+    defaults = module.OPTIONS()
     if defaults.balance is not None and options.balance is not None:
         defaults = dataclasses.replace(defaults, balance=options.balance)
     return QuantMethod(module, defaults)

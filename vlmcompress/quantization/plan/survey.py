@@ -83,19 +83,17 @@ class Survey:
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:
         """(block, group name) -> method, for the groups that the recipe's scheme assigns another scheme (`other` in
-        `vlmcompress.quantization.schemes`)."""
-        other = getattr(self.recipe.method, "other", None)
+        `Quantizer`)."""
         assigned: dict[Key, QuantMethod] = {}
         methods: dict[str, QuantMethod] = {}
-        if other is None:
-            return {}
         for group in (group for block in self.source.blocks for group in block):
-            choice = other(group.name.rpartition(".")[2], group.layer, len(self.source.blocks), self.recipe.options)
+            name = group.name.rpartition(".")[2]
+            choice = self.recipe.method.other(name, group.layer, len(self.source.blocks), self.recipe.options)
             if choice is not None:
                 scheme, options = choice
                 if repr(choice) not in methods:
                     module = SCHEMES.get(scheme)
-                    methods[repr(choice)] = QuantMethod(module, module.Options(**options))
+                    methods[repr(choice)] = QuantMethod(module, module.OPTIONS(**options))
                 assigned[group.layer, group.name] = methods[repr(choice)]
         return assigned
 
@@ -127,7 +125,7 @@ class Survey:
         """The method of the vision tower; None: it stays in 16 bits."""
         module = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
         grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
-        return QuantMethod(module, module.Options(**grouped)) if module else None
+        return QuantMethod(module, module.OPTIONS(**grouped)) if module else None
 
     @cached_property
     def vision_groups(self) -> list[Group]:

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import (
     Format,
@@ -47,7 +48,7 @@ from vlmcompress.numerics import (
 )
 from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 
 SMALLEST_RATIO = 0.5  # smallest share of the range that clipping tries, as in the paper's code
 _STEPS = 10  # ranges that clipping tries
@@ -70,30 +71,12 @@ class Options(QuantizerOptions):
     balance: Any = "off"
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
         object.__setattr__(self, "balance", require_balance(self.balance))
         if type(self.grid) is not int or self.grid < 3:
             raise ValueError(f"grid must be a whole number of at least 3, got {self.grid!r}")
         if not isinstance(self.clip, bool):
             raise ValueError(f"clip must be true or false, got {self.clip!r}")
-
-
-def needs(options: Options) -> Needs:
-    """The Gram matrix and mean magnitudes."""
-    return Needs(frozenset({"gram", "absmean"}))
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return weight_only(options.bits, options.group_size, options.symmetric)
-
-
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Smoothing:
-    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
-    scales, fmt = candidates(weights, stats, options), scheme(options).weights
-    return Smoothing(scale_of_least_error(weights, scales, stats.gram(), fmt, scale_dtype))
 
 
 def scale_of_least_error(
@@ -146,28 +129,12 @@ def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> li
     x, points = stats.absmean(), options.grid - 1
     scales = [x.pow((k + 1) / points) for k in range(points)]
     # `duo_scaling` of AutoAWQ and llm-compressor, which the paper does not have: large weights need less scale.
-    w = _relative_magnitude(weights, scheme(options).weights)
+    w = _relative_magnitude(weights, SCHEME.scheme(options).weights)
     scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
     scales = [s.clamp(min=1e-4) for s in scales]
     # As in the authors' code: the largest and the smallest scale become reciprocal, so that weights keep their magnitude.
     scales = [s / (s.max() * s.min()).sqrt() for s in scales]
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
-
-
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None) -> Tensor | None:
-    """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
-    return stats.gram() if options.clip else None
-
-
-def quantize(
-    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
-) -> QTensor:
-    """Round the smoothed `weight [out, in]` to nearest in clipped or full ranges; `stats` are those of the smoothed input."""
-    fmt = scheme(options).weights
-    if not options.clip:
-        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
-    gram = stats.gram() if prepared is None else prepared
-    return quantize_with(weight, *clipped(weight, gram, fmt, scale_dtype=scale_dtype), fmt)
 
 
 def clipped(weight: Tensor, gram: Tensor, fmt: Format, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -254,3 +221,53 @@ def _best_ratio(
         best = torch.where(error < least, ratio, best)  # ties go to the widest range, which generalizes best
         least = torch.minimum(error, least)
     return best
+
+
+class Awq(Quantizer[Options]):
+    """The scheme `awq`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The Gram matrix and mean magnitudes."""
+        return Needs(frozenset({"gram", "absmean"}))
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights, 16-bit activations."""
+        return weight_only(options.bits, options.group_size, options.symmetric)
+
+    @override
+    def smooth(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> Smoothing:
+        """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
+        scales, fmt = candidates(weights, stats, options), self.scheme(options).weights
+        return Smoothing(scale_of_least_error(weights, scales, stats.gram(), fmt, scale_dtype))
+
+    @override
+    def prepare(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None
+    ) -> Tensor | None:
+        """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
+        return stats.gram() if options.clip else None
+
+    @override
+    def quantize(
+        self,
+        weight: Tensor,
+        stats: GroupStats,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Tensor | None = None,
+    ) -> QTensor:
+        """Round the smoothed `weight [out, in]` to nearest in clipped or full ranges; `stats`: of the smoothed input."""
+        fmt = self.scheme(options).weights
+        if not options.clip:
+            return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
+        gram = stats.gram() if prepared is None else prepared
+        return quantize_with(weight, *clipped(weight, gram, fmt, scale_dtype=scale_dtype), fmt)
+
+
+SCHEME = Awq()

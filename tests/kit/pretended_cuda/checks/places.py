@@ -44,7 +44,7 @@ def learn_thresholds(folder: Path) -> None:
     assert cli.main([*call, "--calib", str(folder / "calib.jsonl")]) == 0
 
 
-RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").Options(group_size=32))
+RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").OPTIONS(group_size=32))
 PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "after a reducer": lambda it: calibration_inputs.reduced(it.vlm, it.rows, parse_reducer("divprune:0.5")),
     "thresholds": lambda it: learn_thresholds(it.folder),
