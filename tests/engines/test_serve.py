@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import http.client
 import io
 import json
 import shlex
@@ -291,6 +292,18 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     about_where = ask(image, text, mm_processor_kwargs={"query": "where"})
     assert about_where.usage.prompt_tokens == with_image.usage.prompt_tokens
     assert "only with --trust-request-mm-kwargs" in log.read_text()
+
+    # Images that nobody can use: the client's fault, so that the connection, which a proxy may share, stays open.
+    huge = io.BytesIO()
+    Image.new("1", (14_000, 14_000)).save(huge, "PNG")
+    bombs = "data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()
+    link = http.client.HTTPConnection("127.0.0.1", port)
+    for bad in ("data:,", "file:///etc/passwd", bombs):
+        parts = [{"type": "image_url", "image_url": {"url": bad}}, text]
+        body = {"model": "tiny-llava", "messages": [{"role": "user", "content": parts}]}
+        link.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        refusal = link.getresponse()
+        assert refusal.status == 400 and refusal.read() and link.sock is not None, bad[:30]
 
     request = Request("plain", [{"role": "user", "content": [text]}])
     run = get_engine(f"openai:http://127.0.0.1:{port}/v1").answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from tests.kit import rtn
 from tests.kit.tiny import build
+from tests.kit.work import little_room
 from vlmcompress import cli, models
 from vlmcompress.export import tokenizers
 from vlmcompress.export.formats import gguf
@@ -153,6 +155,16 @@ def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
     assert tokens.gguf_token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
     with pytest.raises(UserError, match="^llama.cpp refuses the tokenizer .*; write another format$"):
         tokens.gguf_token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
+
+
+def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch):
+    """OUT is elsewhere, and has room."""
+    source = build("qwen2-vl", tmp_path / "source")
+    config = models.build_meta_model(source).config.to_dict()
+    keys = metadata(source, config["text_config"]["vocab_size"], config)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with little_room(), pytest.raises(UserError, match=f"temporary files in {tmp_path} .*; make room, or set TMPDIR"):
+        tokens.gguf_token_ids(keys, ["ab"], gguf._add)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for word in arguments:
         # Arguments can be file names, which are written to manifests and engine settings in UTF-8.
         if word.encode(errors="ignore").decode() != word:
-            raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
+            name = os.fsencode(word)
+            try:
+                raise UserError(f"the locale can't write '{name.decode()}'; set LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+            except UnicodeDecodeError:
+                text = name.decode(errors="backslashreplace")
+                raise UserError(f"'{text}' is not UTF-8; rename the file") from None
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if verb in RETIRED and verb not in VERBS:
         raise UserError(f"there is no verb '{verb}' any more; type {RETIRED[verb]}")
@@ -161,7 +166,7 @@ def _main(argv: list[str] | None) -> int:
         return _fail(f"interrupted{_resume_hint(args)}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
-    except distributed.NoNumber as error:
+    except distributed.NoRank as error:
         return _say(str(error), BAD_INPUT, as_json)
     except UserError as error:
         if debug:

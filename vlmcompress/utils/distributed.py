@@ -27,13 +27,18 @@ class SharedError(UserError):
     """An error of one worker that ends all of them; rank 0 reports it."""
 
 
-class NoNumber(UserError):
-    """An environment variable with a worker's rank holds no number, so that this worker's rank is unknown."""
+class NoRank(UserError):
+    """The environment variables with a worker's rank hold no valid one, so that this worker's rank is unknown."""
 
 
 def rank() -> int:
     """This worker's rank, from 0; read from the environment, so that it is valid before the process group exists."""
-    return _number("RANK", 0) if _started() > 1 else 0
+    number, count = _number("RANK", 0), _started()
+    if number >= count > 1:
+        raise NoRank(
+            f"the environment variable RANK is {number}, of {count} workers (WORLD_SIZE); start torchrun, or unset both"
+        )
+    return number if count > 1 else 0
 
 
 def world_size() -> int:
@@ -151,7 +156,7 @@ def _started() -> int:
 def _number(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, "")
     if text and not re.fullmatch("[0-9]{1,9}", text):
-        raise NoNumber(
+        raise NoRank(
             f"the environment variable {variable} is '{text}', which is not a number; start torchrun, or unset it"
         )
     return int(text or otherwise)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.kit import calibration_rows, tiny
-from tests.kit.work import begun
+from tests.kit.work import begun, little_room
 from vlmcompress import cli, models
 from vlmcompress.cli import _process as terminal
 from vlmcompress.cli.calibrate import STATISTICS
@@ -232,15 +230,8 @@ def test_a_full_disk(tmp_path):
     work = begun(tmp_path / "store")
     collector = Collector(256)
     collector.add(torch.ones(1, 256))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(UserError, match="no space left while writing .*layer-0000"):
-            statistics_folder.save_statistics(work, 0, {"qkv": collector.finish()}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with little_room(), pytest.raises(UserError, match="no space left while writing .*layer-0000"):
+        statistics_folder.save_statistics(work, 0, {"qkv": collector.finish()}, {})
     assert not work.has("layer-0000")
 
 

@@ -522,6 +522,16 @@ PARTS: dict[str, list[Reach]] = {
     "EXAONE 4.5's images": _reaches(
         "model_executor.layers.fusion.mm_input_norm", "what normalizes pixels", "build_mm_input_norm"
     ),
+    "bad images of requests": [
+        *_reaches(
+            "multimodal.media.connector",
+            "what loads an image",
+            "MediaConnector._load_data_url(url, media_io)",
+            "MediaConnector._load_file_url(url_spec, media_io)",
+        ),
+        *_reaches("multimodal.media.image", "what decodes an image", "ImageMediaIO.load_bytes(data)"),
+        *_reaches("exceptions", "an error of status 400", "VLLMValidationError"),
+    ],
     "experts with 4-bit weights on CPUs": [
         *_reaches(
             f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",
