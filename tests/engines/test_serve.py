@@ -302,8 +302,8 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
         parts = [{"type": "image_url", "image_url": {"url": bad}}, text]
         body = {"model": "tiny-llava", "messages": [{"role": "user", "content": parts}]}
         link.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        refusal = link.getresponse()
-        assert refusal.status == 400 and refusal.read() and link.sock is not None, bad[:30]
+        reply = link.getresponse()
+        assert reply.status == 400 and reply.read() and link.sock is not None, bad[:30]
 
     request = Request("plain", [{"role": "user", "content": [text]}])
     run = get_engine(f"openai:http://127.0.0.1:{port}/v1").answer(

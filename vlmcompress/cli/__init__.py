@@ -33,7 +33,7 @@ from vlmcompress.cli import _flags
 from vlmcompress.cli import _process as process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
-from vlmcompress.utils import distributed, hub
+from vlmcompress.utils import distributed, folders, hub
 from vlmcompress.utils.errors import GateError, UserError
 from vlmcompress.utils.messages import memory_problem, path_problem, shortened
 from vlmcompress.utils.registry import VERBS
@@ -152,6 +152,7 @@ def _main(argv: list[str] | None) -> int:
         if not args.verbose:
             process.quiet_libraries()
         hub.offline_except_ids()  # no implicit downloads
+        os.environ.update(folders.torch_cache())
         with process.stopping_signals(), process.redirect_stdout():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():

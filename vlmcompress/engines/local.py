@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, first_tokens
 from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.folders import temporary_folder
+from vlmcompress.utils.folders import temporary_folder, torch_cache
 from vlmcompress.utils.messages import note
 
 DEADLY = 3
@@ -248,18 +248,10 @@ def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: flo
                 raise
 
 
-def environment_within(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for an engine whose sockets and other temporary files go into `folder`, as vLLM leaves them behind.
-
-    What torch compiles is kept, in the user's cache, as it takes a while.
-    """
-    if len(str(folder)) > LONGEST:
-        return dict(environment)
-    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "vllm", "torchinductor")
-    with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if os.access(cache, os.W_OK) else {}
-    return {**kept, **environment, "TMPDIR": str(folder)}
+def environment_within(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """`environment` for an engine whose sockets and other temporary files go into `folder`, as vLLM leaves them behind."""
+    within = {} if len(str(folder)) > LONGEST else {"TMPDIR": str(folder)}
+    return torch_cache() | environment | within
 
 
 def start_process(

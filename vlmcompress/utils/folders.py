@@ -213,6 +213,16 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
                 watcher.kill()
 
 
+def torch_cache() -> dict[str, str]:
+    """The environment variable by which torch keeps what it compiles in the user's cache, and not in TMPDIR; empty if it is set
+    or the cache is read-only."""
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "vllm", "torchinductor")
+    parent = next(folder for folder in (cache, *cache.parents) if os.path.lexists(folder))
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or not parent.is_dir() or not os.access(parent, os.W_OK):
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+
+
 def require_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
     """Raise `UserError` if OUT's file system has fewer than `needed` bytes free; `remedy` ends the message."""
     folder = next(folder for folder in out.absolute().parents if folder.exists())
