@@ -12,8 +12,7 @@ from tests.kit.engine import SETTINGS
 from tests.kit.places import ROOT
 
 CHECKS = "tests/kit/pretended_cuda/checks"
-PHASES = [f"{CHECKS}/{name}.py" for name in ("numbers", "places", "waits")]
-SERVED = f"{CHECKS}/served.py"
+PHASES = [f"{CHECKS}/{name}.py" for name in ("numbers", "places")]
 FOLDERS = sorted(folder.name for folder in (ROOT / "tests").iterdir() if list(folder.glob("test_*.py")))
 OTHERS = ["tests/utils/test_hub.py::test_quantize_from_ids_then_offline"]
 """Tests that compare with a Python that is no fork, and so has no such device."""
@@ -26,9 +25,9 @@ def device() -> None:
     pretended_cuda.built()
 
 
-def on_the_device(*arguments: str, libraries: tuple[str, ...] = forks.OURS) -> None:
-    """Run tests in a process that has imported some libraries."""
-    command = [forks.python(*libraries), "-m", "pytest", "-n", "0", "-q", "-p", "tests.kit.pretended_cuda.plugin"]
+def on_the_device(*arguments: str) -> None:
+    """Run tests in a process that has imported the libraries."""
+    command = [forks.python(*forks.OURS), "-m", "pytest", "-n", "0", "-q", "-p", "tests.kit.pretended_cuda.plugin"]
     environment = os.environ | SETTINGS
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
@@ -37,23 +36,13 @@ def on_the_device(*arguments: str, libraries: tuple[str, ...] = forks.OURS) -> N
 
 
 def test_phases():
-    """Numbers are the CPU's, scales are where weights are, blocks are streamed, no copy is needless, waits are counted."""
+    """Numbers are the CPU's, scales are where weights are, blocks are streamed."""
     on_the_device("-x", "-m", "not slow", *PHASES)
 
 
 @pytest.mark.slow
-@pytest.mark.engine
-def test_served_models():
-    pytest.importorskip("vllm")
-    on_the_device("-x", "-m", "not slow", SERVED, libraries=forks.VLLM)
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_more_of_both():
-    pytest.importorskip("vllm")
+def test_more_schemes_and_families():
     on_the_device("-m", "slow", *PHASES)
-    on_the_device("-m", "slow", SERVED, libraries=forks.VLLM)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ From Python, `vlmcompress.api` (see docs/python.md):
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def __getattr__(name: str) -> Any:
     """A name of `vlmcompress.api`; that module, which imports torch and transformers, is imported on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'vlmcompress' has no attribute '{name}'")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in `vlmcompress.cli`
     return getattr(importlib.import_module("vlmcompress.api"), name)
 
 

@@ -93,12 +93,12 @@ def carried(spec, source: Path, out: Path) -> str | None:
     """What became of the head that drafts tokens, byte for byte; None where the family has none."""
     from safetensors.torch import load_file
 
-    if spec.draft is None:
+    if spec.mtp is None:
         return None
     heads = []
     for folder in (source, out):
         tensors = load_file(folder / "model.safetensors")
-        heads.append({name: tensors[name] for name in tensors if name.startswith(f"{spec.draft.prefix}.")})
+        heads.append({name: tensors[name] for name in tensors if name.startswith(f"{spec.mtp.prefix}.")})
     before, after = heads
     if not before:
         return "not tried"
@@ -179,13 +179,18 @@ def overview(results: dict[str, dict]) -> str:
 
     rows: dict[tuple[str, ...], list[str]] = {}
     for family, row in results.items():
-        cells = [letters(row["schemes"][scheme]) for scheme in SCHEMES]
-        served = any(cell.get("vllm") for cell in row["reducers"].values())
+        cells = [ticks(row["schemes"][scheme]) for scheme in SCHEMES]
+        pruned = any(cell.get("vllm") for cell in row["reducers"].values())
         models = FAMILIES.summary(family).partition(":")[0].partition(" (`")[0]
-        rows.setdefault((*cells, "V" if served else "–"), []).append(models)
-    lines = [f"| models | {' | '.join(SCHEMES)} | fewer tokens |", f"|---|{'---|' * (len(SCHEMES) + 1)}"]
+        rows.setdefault((*cells, "✓" if pruned else "–"), []).append(models)
+    lines = [f"| models | {' | '.join(SCHEMES)} | pruning |", f"|---|{':-:|' * (len(SCHEMES) + 1)}"]
     lines += [f"| {'; '.join(models)} | {' | '.join(cells)} |" for cells, models in rows.items()]
     return "\n".join(lines)
+
+
+def ticks(cell: Cell) -> str:
+    """A tick where vLLM answered, `T` where only transformers did, a dash for nowhere."""
+    return "✓" if cell.get("vllm") else "T" if cell.get("transformers") or cell.get("loader") else "–"
 
 
 def letters(cell: Cell) -> str:

@@ -47,12 +47,12 @@ def test_dry_run_refuses_as_the_run_does(capfd, model, tmp_path, flags):
     """Data that are needed and not named, or not there: the same line, before any weight is read."""
     command = ["quantize", str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", *flags]
     command += ["--set", "options.group_size=64"]
-    said = []
+    output = []
     for form in (["--dry-run"], []):
         assert cli.main([*command, *form]) == 2
-        said.append(capfd.readouterr().err)
-    assert said[0] == said[1] and said[0].count("\n") == 1
-    assert ("does not exist" if flags else "scheme 'awq' needs calibration images; name some with --calib") in said[0]
+        output.append(capfd.readouterr().err)
+    assert output[0] == output[1] and output[0].count("\n") == 1
+    assert ("does not exist" if flags else "scheme 'awq' needs calibration images; name some with --calib") in output[0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_data_without_images_are_refused_where_the_recipe_needs_images(capfd, mo
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"pixels": "a.png"}, "needs a column question"),
         ({"img_a": "a.png", "question": "q"}, "has no column image, and 'img_a' is not read"),
@@ -75,14 +75,14 @@ def test_data_without_images_are_refused_where_the_recipe_needs_images(capfd, mo
         ({"question": "q"}, "have no answer tokens, which options.balance weighs"),
     ],
 )
-def test_data_are_checked_before_a_run(capfd, model, tmp_path, row, says):
+def test_data_are_checked_before_a_run(capfd, model, tmp_path, row, message):
     """`--dry-run` and `check` say the very line with which the run would end."""
     (tmp_path / "calib.jsonl").write_text(json.dumps(row))
     command = [str(model), "-o", str(tmp_path / "out"), "--scheme", "awq", "--calib", str(tmp_path / "calib.jsonl")]
     command += ["--set", "options.group_size=64", "--set", "options.balance={text: 1, vision: 0, answer: 1}"]
     for form in (["quantize"], ["quantize", "--dry-run"], ["check"]):
         assert cli.main([*form, *command]) == 2
-        assert says in "".join(capfd.readouterr())
+        assert message in "".join(capfd.readouterr())
 
 
 def spoil(folder: Path, kind: str) -> None:
@@ -103,7 +103,7 @@ def spoil(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says", "rows"),
+    ("kind", "message", "rows"),
     [
         ("no template", "the model has no chat template; copy chat_template.jinja", False),
         ("text template", "calib.jsonl line 1: the model's chat template shows 0 of 1 images", False),
@@ -117,7 +117,7 @@ def spoil(folder: Path, kind: str) -> None:
         ("text", "is not an image in one of JPEG, PNG", True),
     ],
 )
-def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, rows):
+def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, message, rows):
     """`check` says what the run would; `--dry-run` says what can be seen of the rows alone, too."""
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "a.png").write_bytes(file_of(picture(90, 60)))
@@ -127,12 +127,12 @@ def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, says, ro
     assert "1 samples of " in (text := capfd.readouterr().out) and "all rows and images were read, 1 encoded" in text
     spoil(tmp_path, kind)
     assert cli.main(["check", *command]) == 2
-    assert says in capfd.readouterr().out
+    assert message in capfd.readouterr().out
     code = cli.main(["quantize", *command, "-o", str(tmp_path / "out"), "--dry-run"])
     printed = capfd.readouterr()
-    assert (code, says in printed.err) == ((2, True) if rows else (0, False))
+    assert (code, message in printed.err) == ((2, True) if rows else (0, False))
     assert cli.main(["quantize", *command, "-o", str(tmp_path / "out")]) == 2
-    assert says in capfd.readouterr().err and not (tmp_path / "out").exists()
+    assert message in capfd.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_columns_and_skipped_rows_are_flags(capfd, model, tmp_path):
@@ -144,14 +144,14 @@ def test_columns_and_skipped_rows_are_flags(capfd, model, tmp_path):
     assert cli.main([*command, *columns, "--skip-bad", "0.2"]) == 0
     planned = json.loads(capfd.readouterr().out)
     assert planned["samples"] == 8 and planned["recipe"]["calibrate"]["columns"] == {"question": "q", "answer": "a"}
-    for flags, says in [
+    for flags, message in [
         (columns, "calib.jsonl line 9: question is missing or empty"),
         (["--columns", "question"], "'question' names no column; write FIELD=COLUMN"),
         (["--columns", "questions=q"], "'questions', which is no field; did you mean 'question'?"),
         (["--skip-bad", "some"], "--skip-bad some is not a number of rows"),
     ]:
         assert cli.main([*command, *flags]) == 2
-        assert says in capfd.readouterr().err
+        assert message in capfd.readouterr().err
 
 
 def test_a_calibration_skips_what_the_model_cannot_take(capfd, tmp_path):
@@ -188,13 +188,13 @@ def test_calibration_on_text_alone_warns(capfd, model, calib, tmp_path):
 def test_an_output_folder_is_checked_before_a_run(capfd, model, tmp_path):
     command = [str(model), "-o", str(tmp_path), "--scheme", "rtn", "--set", "options.group_size=64"]
     (tmp_path / "somebody's.txt").touch()
-    for form, says in [
+    for form, message in [
         (["quantize", "--dry-run"], "exists; choose another folder or pass --overwrite"),
         (["quantize", "--dry-run", "--overwrite"], "is not ours to overwrite"),
         (["check"], "is not ours to overwrite"),
     ]:
         assert cli.main([*form, *command]) == 2
-        assert says in "".join(capfd.readouterr())
+        assert message in "".join(capfd.readouterr())
 
 
 def test_flags_override_the_recipe(capfd, model, calib, tmp_path):

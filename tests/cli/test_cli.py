@@ -215,7 +215,7 @@ IMPORTS = {
     "check STRANGE --image-size 56x56": (2, LIBRARIES),
     "check MODEL --image-size nope": (2, LIBRARIES),
     "check MODEL --image-size 56x56 --reduce nope": (2, LIBRARIES),
-    "inspect nowhere --image a.png --reduce pool -o new.png": (2, LIBRARIES),
+    "inspect nowhere a.png --reduce pool -o new.png": (2, LIBRARIES),
     "doctor nowhere": (2, LIBRARIES),
     "doctor OUT": (2, LIBRARIES),
     "convert MODEL -o OUT": (2, LIBRARIES),

@@ -99,11 +99,11 @@ class Trained:
         tables = ("d2t", "t2d", "token_map")
         self.tensors = {name: tensor.float() for name, tensor in stored.items() if name not in tables}
 
-    def logits(self, text: str, said: list[int], proposal: list[int]) -> torch.Tensor:
-        """Logits of the guesses after the tokens `said` of an answer; a later one sees the tokens of `proposal` before it."""
+    def logits(self, text: str, answered: list[int], proposal: list[int]) -> torch.Tensor:
+        """Logits of the guesses after those that were answered; a later one sees the tokens of `proposal` before it."""
         batch = encode_prompt(Sample("0", [self.image], text), self.draft_data.target)
         prompt = batch["input_ids"][0]
-        whole = torch.cat([prompt, torch.tensor(said + proposal)])
+        whole = torch.cat([prompt, torch.tensor(answered + proposal)])
         for name, value in batch.items():
             if value.shape == (1, len(prompt)):
                 batch[name] = torch.cat([value, value.new_zeros(1, len(whole) - len(prompt))], 1)
@@ -113,18 +113,18 @@ class Trained:
         batch["modality"][0, len(prompt) - 1 :] = ANSWER
         self.draft_data.batches = [batch]
         logits = self.draft_data.guesses(self.tensors, self.draft_data.sample(0))
-        return torch.stack([step[len(said) - 1 + k] for k, step in enumerate(logits)])
+        return torch.stack([step[len(answered) - 1 + k] for k, step in enumerate(logits)])
 
     def compare(self, text: str, proposals: list[tuple[list[int], list]], answer: list[int]) -> None:
         """Assert that these are the guesses that vLLM's drafter made on the way to `answer`."""
-        said = 1
+        answered = 1
         for tokens, logits in proposals:
-            if said >= len(answer) - len(tokens):
+            if answered >= len(answer) - len(tokens):
                 break
-            expected = self.logits(text, answer[:said], tokens)
+            expected = self.logits(text, answer[:answered], tokens)
             torch.testing.assert_close(torch.tensor(logits)[:, self.vocabulary], expected, rtol=1e-4, atol=2e-4)
-            said += 1 + next((k for k, token in enumerate(tokens) if token != answer[said + k]), len(tokens))
-        assert said > 6
+            answered += 1 + next((k for k, token in enumerate(tokens) if token != answer[answered + k]), len(tokens))
+        assert answered > 6
 
 
 def test_a_draft_checkpoint_has_all_its_files(draft, reduced, capsys):

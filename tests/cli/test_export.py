@@ -22,9 +22,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def test_an_exported_checkpoint_comes_back_equal(checkpoint, tmp_path, capsys):
     assert cli.main(["export", str(checkpoint), "--format", "gptq", "-o", str(tmp_path / "gptq"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["from"] == "compressed-tensors" and said["to"] == "gptq" and said["out"] == str(tmp_path / "gptq")
-    assert said["weights_after"] < said["weights_before"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["from"] == "compressed-tensors" and output["to"] == "gptq" and output["out"] == str(tmp_path / "gptq")
+    assert output["weights_after"] < output["weights_before"]
     assert cli.main(["export", str(tmp_path / "gptq"), "-o", str(tmp_path / "back")]) == 0
     assert "gptq -> compressed-tensors" in capsys.readouterr().out
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
@@ -39,8 +39,8 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
     out = str(tmp_path / "gptq")
     command = ["quantize", str(DEMO_LLAVA), "-o", out, "--scheme=rtn", "--format=gptq-v2"]
     assert cli.main([*command, "--set", "options.symmetric=false"]) == 0
-    said = capfd.readouterr().out
-    assert "vlmcompress serve" not in said and "--engine hf" in said
+    output = capfd.readouterr().out
+    assert "vlmcompress serve" not in output and "--engine hf" in output
     assert cli.main(["doctor", out]) == 0
     reason = "of gptq-v2 it reads only 4 and 8 bits without zero points"
     assert f"not vLLM: {reason}; transformers (" in capfd.readouterr().out
@@ -62,6 +62,6 @@ def test_what_vllm_does_not_load_is_not_offered_to_it(checkpoint, tmp_path, capf
 def test_export_names_what_it_leaves_out(tmp_path, capsys):
     rtn.write(DEMO_LLAVA, tmp_path / "ct", rtn.SCHEMES["fp8"], kv_cache=True)
     assert cli.main(["export", str(tmp_path / "ct"), "--format", "bf16", "-o", str(tmp_path / "out"), "--json"]) == 0
-    said = capsys.readouterr()
-    (warning,) = json.loads(said.out)["warnings"]
-    assert "as bf16 has no place for them" in warning and said.err.splitlines()[-1] == f"warning: {warning}"
+    output = capsys.readouterr()
+    (warning,) = json.loads(output.out)["warnings"]
+    assert "as bf16 has no place for them" in warning and output.err.splitlines()[-1] == f"warning: {warning}"

@@ -87,9 +87,7 @@ def test_inspect_writes_a_picture_and_a_summary(capfd, tmp_path):
     arguments = [
         "inspect",
         str(checkpoint("qwen2-5-vl")),
-        "--image",
         str(tmp_path / "a.png"),
-        "--image",
         str(tmp_path / "b.jpg"),
     ]
     arguments += ["--question", "what", "-o", str(tmp_path / "new" / "out.png")]
@@ -116,9 +114,7 @@ def test_images_too_small_for_the_share(capfd, tmp_path):
     arguments = [
         "inspect",
         str(checkpoint("llava")),
-        "--image",
         str(tmp_path / "a.png"),
-        "--image",
         str(tmp_path / "a.png"),
     ]
     assert cli.main([*arguments, "-o", str(tmp_path / "out.png"), "--reduce", "dart:0.01", "--json"]) == 0

@@ -122,7 +122,7 @@ def spoilt(models, tmp_path, part="text_config", **changed):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ({"hidden_size": -128}, "text_config.hidden_size is -128"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -134,9 +134,9 @@ def spoilt(models, tmp_path, part="text_config", **changed):
         ({"num_hidden_layers": 10**9}, "more than the"),
     ],
 )
-def test_absurd_configs(models, tmp_path, capsys, text, said):
+def test_absurd_configs(models, tmp_path, capsys, text, message):
     code, out, error = run(capsys, spoilt(models, tmp_path, **text), "--target", "h100")
-    assert code == 2 and not out and said in error and error.count("\n") == 1
+    assert code == 2 and not out and message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("changed", [{"image_size": -3}, {"patch_size": 0}, {"patch_size": [14, "x"]}])

@@ -41,13 +41,13 @@ def test_plan_summary_card_and_doctor_name_the_same_reducer(models, tmp_path, ca
 
 def test_a_card_shows_how_to_send_the_question_to_a_reducer(models, tmp_path, capsys):
     """Not of one that only transformers runs, whose words are the prompt's."""
-    for reducer, engine, said in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
+    for reducer, engine, message in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
         arguments = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
         assert run(capsys, "quantize", models["llava"], *arguments, "-o", tmp_path / "out")[0] == 0
         card = (tmp_path / "out" / "README.md").read_text()
         assert (
             'a server runs with `--trust-request-mm-kwargs`, what a request has under `"mm_processor' in card
-        ) is said
+        ) is message
 
 
 def test_a_reducer_for_transformers_alone_is_not_offered_to_vllm(models, tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "code", "said"),
+    ("model", "arguments", "code", "message"),
     [
         (
             "llava",
@@ -101,20 +101,20 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
         ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], 2, "does not have; use cdpruner"),
     ],
 )
-def test_check(models, capsys, model, arguments, code, said):
+def test_check(models, capsys, model, arguments, code, message):
     data, text, _ = run(capsys, "check", models[model], "--scheme", "none", *arguments)
-    assert data == code and said in text
+    assert data == code and message in text
 
 
 def test_eval_attaches_only_to_transformers(models, capsys):
-    code, _, said = run(capsys, "eval", models["llava"], "--reduce", "dart:0.5")
-    assert code == 2 and "add --engine hf" in said
-    code, _, said = run(capsys, "eval", models["llava"])
-    assert code == 2 and "missing --baseline; name the original" in said
-    code, _, said = run(capsys, "eval", models["llava"], "--engine", "hf", "--reduce", "dart:2")
-    assert code == 2 and "keep must be a number above 0" in said
-    code, _, said = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")
-    assert code == 2 and "--reduce visionzip:1/3: 'visionzip' reads attention from CLS" in said
+    code, _, message = run(capsys, "eval", models["llava"], "--reduce", "dart:0.5")
+    assert code == 2 and "add --engine hf" in message
+    code, _, message = run(capsys, "eval", models["llava"])
+    assert code == 2 and "missing --baseline; name the original" in message
+    code, _, message = run(capsys, "eval", models["llava"], "--engine", "hf", "--reduce", "dart:2")
+    assert code == 2 and "keep must be a number above 0" in message
+    code, _, message = run(capsys, "eval", models["qwen2-5-vl"], "--engine", "hf", "--reduce", "visionzip")
+    assert code == 2 and "--reduce visionzip:1/3: 'visionzip' reads attention from CLS" in message
 
 
 def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys):
@@ -132,8 +132,8 @@ def test_calibrate_names_the_reducer_for_the_next_step(models, tmp_path, capsys)
     code, text, _ = run(capsys, *arguments, "--reduce", "uniform:0.25", "-o", tmp_path / "stats")
     assert code == 0 and "after       uniform:0.25, whose dropped tokens are not counted" in text
     assert f"--stats {tmp_path / 'stats'} --reduce uniform:0.25 -o OUT" in text and "vision 8" in text
-    code, _, said = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
-    assert code == 2 and "none leaves the weights as they are" in said
+    code, _, message = run(capsys, "quantize", models["llava"], "--reduce", "uniform", "-o", tmp_path / "out")
+    assert code == 2 and "none leaves the weights as they are" in message
 
 
 def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys):

@@ -31,13 +31,13 @@ def test_bad_report_folders_are_refused(tmp_path, capsys):
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     demo = str(DEMO_LLAVA)
-    said = f"{report} has the report of demo-awq against demo; choose another folder or pass --overwrite"
+    output = f"{report} has the report of demo-awq against demo; choose another folder or pass --overwrite"
     calls = {
-        ("eval", demo, "--baseline", demo, "--report", str(report)): said,
-        ("eval", demo, "--engine", "hf", "--reduce", "dart:0.5", "--report", str(report)): said,
-        ("eval", "a", "--baseline", "b", "--engine", "openai:http://127.0.0.1:1/v1", "--report", str(report)): said,
-        ("bench", demo, "--baseline", demo, "--report", str(report)): said,
-        ("report", str(other), "-o", str(report)): said,
+        ("eval", demo, "--baseline", demo, "--report", str(report)): output,
+        ("eval", demo, "--engine", "hf", "--reduce", "dart:0.5", "--report", str(report)): output,
+        ("eval", "a", "--baseline", "b", "--engine", "openai:http://127.0.0.1:1/v1", "--report", str(report)): output,
+        ("bench", demo, "--baseline", demo, "--report", str(report)): output,
+        ("report", str(other), "-o", str(report)): output,
         (
             "eval",
             demo,

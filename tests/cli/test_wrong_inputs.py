@@ -1,17 +1,16 @@
 """Wrong arguments, broken files and files of strangers: exit code 2, one line that says what to do, soon, nothing written.
 
-A row of `CASES` is (what spoils the folder in which the command runs, the command, a pattern of the line). The folder has tiny
-models (`llava`, `qwen`, `gemma3`), the checkpoints `out` and `other` of two of them, `ct` of demo-llava in compressed-tensors,
-`stats`, `a.png` and `calib.jsonl` of one row with it, and `data/calib.jsonl` of 24.
+A row of `CASES` is (what spoils the folder in which the command runs, the command, words that the line has: the flag or file
+that is wrong and what to take, in any wording). The folder has tiny models (`llava`, `qwen`, `gemma3`), the checkpoints `out`
+and `other` of two of them, `ct` of demo-llava in compressed-tensors, `stats`, `a.png` and `calib.jsonl` of one row with it, and
+`data/calib.jsonl` of 24.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,8 +40,9 @@ RTN, GPTQ = "quantize llava -o new --scheme rtn", "quantize llava -o new --schem
 TOKENS, PLAN = "check llava --image-size 56x56", "plan llava"
 EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}"
 RECOVER = "recover llava --calib data/calib.jsonl -o new"
+RECOVERED = f"{RECOVER} --reduce divprune:0.25"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
-INSPECT = "inspect llava --image a.png -o new.png"
+INSPECT = "inspect llava a.png -o new.png"
 CONFIG, PROCESSOR, WEIGHTS = "llava/config.json", "llava/processor_config.json", "llava/model.safetensors"
 ROW = {"image": "a.png", "question": "what is it", "answer": "red"}
 LAYER = "model.language_model.layers.0.mlp.up_proj"
@@ -98,16 +98,6 @@ def edit(file: str, **values: object) -> Spoil:
 def begin(file: str, text: str) -> Spoil:
     """Put text after the first brace of a JSON file."""
     return lambda: Path(file).write_text(Path(file).read_text().replace("{", "{" + text, 1))
-
-
-def append(file: str, text: str) -> Spoil:
-    return lambda: Path(file).write_text(Path(file).read_text() + text)
-
-
-def each(command: str, messages: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """The command with each of some flags, and the message that these get."""
-    for flags, message in messages.items():
-        yield f"{command} {flags}", message
 
 
 def cut(file: str, end: int) -> Spoil:
@@ -168,471 +158,278 @@ def film() -> None:
     rows({"video": "film.mp4", "question": "what happens", "answer": "nothing"})()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+# Commands that are wrong by themselves: after the colon, words that the line has, in any wording: what is wrong, what to take.
+COMMANDS = f"""
+: VERB
+quantise: 'quantise' 'quantize'
+list scheme: 'scheme' 'schemes'
+convert ct -o new: convert export
+quantize llava --sheme awq: --sheme --scheme
+quantize llava --dataset d: --dataset --calib
+quantize llava --scheme: --scheme value
+quantize llava --scheme rtn --tp 0: --tp 0 1
+quantize llava extra --scheme rtn: extra
+quantize llava --scheme Fp8 --bits 4: fp8 options.bits
+quantize llava --scheme rtn --bits four: --bits 'four'
+quantize llava --scheme int5: int5 awq
+quantize llava --set seed: --set seed key.sub=value
+quantize llava --scheme rtn --set optons.bits=4: optons
+quantize llava: scheme
+quantize --scheme rtn: model
+quantize llava --scheme rtn: -o
+quantize /no/such/model --scheme rtn -o new: /no/such/model
+quantize llava -o new --scheme awk: awk awq
+quantize llava -o new --scheme fp8 --target a100: A100 int8
+quantize {DEMO} -o new --scheme fp8 --format awq: 4-bit compressed-tensors
+quantize {DEMO} -o new --scheme rtn --set mmproj=f16: mmproj GGUF
+quantize llava -o new --scheme rtn --set mmproj=q4_0: mmproj q4_0 q8_0 f16
+quantize llava -o new --scheme rtn --recipe /dev/zero: /dev/zero device
+quantize llava -o new --scheme none --reduce learned:0.5: learned scorer
+quantize llava -o new --scheme none --reduce learned:0.5,scorer=no.safetensors: no.safetensors
+{GPTQ} --set options.groupsize=64: groupsize group_size
+{GPTQ} --set calibrate.samples=many: samples many
+{GPTQ} --set options.group_size=96: 96 model.language_model.layers.0
+{GPTQ} --calib nowhere.jsonl: nowhere.jsonl
+{GPTQ} -o out: out exists --overwrite
+{GPTQ} -o calib.jsonl/out: calib.jsonl
+{GPTQ} --set bits.budget=nan: bits.budget
+{RTN} --set seed={"9" * 30}: seed
+search m -o o --dataset d: --dataset --calib --data
+check llava --scheme rtn --engine vlm: vlm vllm
+serve o --tensor-parallel-size=2: --
+serve o --prot 9: --prot --port --
+serve /no/such/out: /no/such/out
+serve {DEMO} --max-model-len 0: --max-model-len 0
+serve {DEMO} --port 99999: --port 99999
+eval out: --baseline
+eval out --baseline llava --limit 0: --limit 0
+eval /no/such/out --baseline m: /no/such/out
+{EVAL} --suite chartqa: --data
+{EVAL} --suite nothing.yaml: nothing.yaml
+{EVAL} --engine vlm: vlm vllm
+{EVAL} --gate strickt: strickt strict
+{EVAL} --gate demo --max-drop 0.01: --gate --max-drop
+{EVAL} --max-drop 1.5: --max-drop 1.5
+{EVAL} --engine openai:http://127.0.0.1:9/v1 --data calib.jsonl: 127.0.0.1:9
+{BENCH} --load open:8: --load
+{BENCH} --requests 0: --requests 0 1
+{BENCH} --report calib.jsonl: calib.jsonl
+doctor {DEMO} --source nothing: --source nothing
+doctor {DEMO} --engine vllm --prompts 2: --prompts 2 4
+doctor {DEMO} --engine vllm --source x: --source --engine
+doctor {DEMO} --engine sglang: --engine sglang
+doctor {DEMO} --prompts 9: --prompts --engine
+report nothing -o page: nothing
+report --errors out other: out other
+report --errors data: data {MANIFEST}
+report out --stats s: --stats --model --errors
+report --errors out --top -1: --top -1
+report --errors out --stats s: --stats --model
+export ct --format awk -o new: awk awq
+export ct --format modelopt -o new: ModelOpt
+export ct --format compressed-tensors -o new: compressed-tensors
+export ct --format awq -o ct: ct
+export {DEMO} -o new: quantized
+export ct --format awq --mmproj f16 -o new: mmproj GGUF
+export ct --format awq -o new --shard-size many: shard_size many
+check llava --question q: --image-size
+{TOKENS} --image-size 1024x: 1024x WIDTHxHEIGHT
+{TOKENS} --image-size 99999x99999: Mpx
+{TOKENS} --reduce dart:0: keep
+{TOKENS} --reduce dort:0.5: dort dart
+{TOKENS} --reduce fastv:0.5,layer=9: 9 2
+{TOKENS} --reduce scope:0.5: scope coverage
+{TOKENS} --reduce dymu:thresholds=no.json: no.json
+{TOKENS} --kv-cache fp4: --kv-cache fp4
+{INSPECT}: --reduce
+{INSPECT} --reduce relevance:0.5: relevance --question
+{INSPECT} --reduce dart:0.5 -o x.jpg: x.jpg .png
+{INSPECT.replace("a.png", "no.png")} --reduce dart:0.5: no.png
+{INSPECT.replace("a.png", "calib.jsonl")} --reduce dart:0.5: calib.jsonl PNG
+{INSPECT} --reduce fastv:0.5,layer=7: 7 2
+{INSPECT.replace("llava", "gemma3")} --reduce fastv:0.5: gemma3 windows use
+{INSPECT.replace("llava", "qwen")} --reduce visionzip:0.5: CLS
+plan m --target rtx4080: rtx4080 a100
+plan m --memory -5GB: --memory=
+plan llava --target h10: h10 h100
+plan llava --text-tokens 4000: 2,048
+plan llava --tp 3: 1, 2, 4
+plan llava --tp 0: --tp 0
+plan llava --video 8x64: FRAMESxWIDTHxHEIGHT
+plan llava --kv-cache fp-8: fp8
+plan llava --memory ٣: --memory ٣
+plan llava --tp ٣: --tp
+plan llava --memory=: --memory empty
+plan llava --reduce fastv:0.5: fastv
+plan llava --speculative mpt: mpt mtp
+plan llava --speculative mtp:x: mtp 1 100
+plan llava --speculative mtp: head ngram
+{RECOVER}: --reduce
+{RECOVER} --reduce fastv:0.5,layer=1: fastv
+{RECOVER} --reduce dymu:0.5 --train tower: --train dymu
+{RECOVERED} --train projektor: --train projektor projector
+{RECOVERED} --lr -1: --lr -1 0
+{RECOVERED} --text data/calib.jsonl: --text calibration
+{RECOVERED} --samples 10: 10 16
+{RECOVERED} --set scheme=fp8: scheme recover
+{RECOVERED.replace("llava", "out")}: quantized 16-bit
+{LEARN} --keep 1: --keep 1
+{LEARN} --steps 0: --steps 0 1
+{LEARN} --hidden 4096: --hidden 4096 1024
+{LEARN} --lr nan: --lr nan
+{LEARN} --keep 0.001: keep 16
+{LEARN} --keep half: --keep half
+{LEARN} --keep auto: --keep auto
+{LEARN} --keep 0.5 --to 0.5: --to --keep
+{LEARN} -o new.bin: .safetensors
+{LEARN} -o llava/scorer.safetensors: llava
+"""
+
+# What a format of another engine has no place for.
+FORMATS = """
+quantize qwen -o new --format openvino --scheme int8: weight-only
+quantize qwen -o new --format openvino --scheme rtn --bits 3: 4 8
+quantize qwen -o new --format openvino --scheme rtn --kv-cache fp8: kv_cache
+quantize qwen -o new --format openvino --scheme none --reduce divprune:0.5: cdpruner
+quantize qwen -o new --format openvino --scheme none --reduce cdpruner:1/3: percent
+quantize llava -o new --format openvino --scheme none --reduce cdpruner:0.5: llava
+quantize internvl -o new --format openvino --scheme rtn: max_patches 12
+quantize glm4v -o new --format openvino --scheme rtn: glm4v
+quantize qwen2_vl -o new --format gguf --scheme int8: activations
+quantize qwen2_vl -o new --format gguf --scheme rtn --reduce divprune:0.5: llama.cpp
+quantize qwen -o new --format gguf --scheme rtn: 112
+quantize glm4v -o new --format gguf --scheme rtn: glm4v
+quantize qwen -o new --format mlx --scheme rtn --group-size 16: group_size 16
+quantize qwen -o new --format mlx --scheme rtn --bits 7: 7 8
+quantize qwen -o new --format mlx --scheme none --reduce dart:0.5: coverage divprune
+quantize llava_next -o new --format mlx --scheme rtn: LlavaNextForConditionalGeneration
+quantize internvl -o new --format mlx --scheme rtn: qwen3 qwen2
+"""
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Commands that are wrong by themselves, and what is said."""
-    yield "", "vlmcompress: missing VERB"
-    yield "quantise", "no 'quantise'; did you mean 'quantize'"
-    yield "list scheme", "no 'scheme'; did you mean 'schemes'"
-    yield from each(
-        "quantize",
-        {
-            "llava --sheme awq": "takes no '--sheme'; did you mean '--scheme'",
-            "llava --scheme": "--scheme needs a value",
-            "llava --dataset d": r"takes no '--dataset'; did you mean '--calib'\?",
-            "llava --scheme rtn --tp 0": "--tp 0 is not a number of devices; give 1 or more",
-            "llava --frobnicate": "takes no '--frobnicate'; see vlmcompress quantize --help",
-            "llava --scheme Fp8 --bits 4": "scheme 'fp8' has no options, got 'options.bits'; remove it",
-            "llava --scheme rtn --bits four": "--bits: invalid int value: 'four'",
-            "llava --scheme int5": "unknown scheme 'int5'; choose from awq, fp8",
-            "llava extra --scheme rtn": "takes no 'extra'",
-            "llava --samples many": "argument --samples: invalid int value: 'many'",
-            "llava --set seed": "--set seed is not of the form key.sub=value",
-            "llava --scheme gptqq": "unknown scheme 'gptqq'; did you mean 'gptq'",
-            "llava --scheme rtn --set optons.bits=4": "command line: unknown key 'optons'",
-            "llava": "no scheme given",
-            "--scheme rtn": "no model given",
-            "llava --target a100 --scheme fp8": "A100 80GB has no FP8 tensor cores",
-            "/no/such/model --scheme rtn -o new": "does not exist",
-            "llava --scheme rtn": "no output folder given; add -o OUT",
-            "llava -o new --scheme awk": "did you mean 'awq'",
-            "llava -o new --scheme rtn --target h10": "did you mean 'h100'",
-            "llava -o new --scheme fp8 --target a100": "A100.*int8",
-            f"{DEMO} -o new --scheme fp8 --format awq": "4-bit integer weights",
-            f"{DEMO} -o new --scheme=rtn --format=gptq --set options.symmetric=false": "symmetric weights only",
-            f"{DEMO} -o new --scheme rtn --format awq --kv-cache fp8": "no scales of an FP8 KV cache",
-            f"{DEMO} -o new --scheme rtn --set mmproj=f16": "mmproj is the type of GGUF's tower.*; leave it out",
-            "llava -o new --scheme rtn --set mmproj=q4_0": "mmproj is \"q4_0\", it should be 'q8_0' or 'f16'",
-            "llava -o new --scheme rtn --recipe /dev/zero": "cannot read recipe /dev/zero: it is a device",
-            "llava -o new --scheme none --reduce learned:0.5": "'learned' has no scorer; train one with",
-            "llava -o new --scheme none --reduce learned:0.5,scorer=no.safetensors": "cannot read scorer no.safetensors",
-        },
-    )
-    yield from each(
-        GPTQ,
-        {
-            "--set options.groupsize=64": "group_size",
-            "--set calibrate.samples=many": "samples",
-            "--set options.group_size=96": r"96 does not divide.*model\.language_model\.layers\.0",
-            "--calib nowhere.jsonl": "nowhere",
-            "-o out": "exists",
-            "-o calib.jsonl/out": "cannot write|not a folder",
-            "--set bits.budget=nan": "bits.budget is .*should be",
-            "--set bits.budget=.inf": "bits.budget is .*should be",
-            "--set bits.budget=-1": "bits.budget is .*should be greater than 0",
-        },
-    )
-    for key in ("seed", "calibrate.samples", "calibrate.max_length"):
-        yield f"{RTN} --set {key}={'9' * 30}", f"{key} is 9{{30}}, it should be less than or equal to"
-    yield "search m -o o --dataset d", r"takes no '--dataset'; did you mean '--calib' or '--data'\?"
-    yield "check llava --scheme rtn --engine vlm", "unknown engine 'vlm'; did you mean 'vllm'"
-    yield from each(
-        "serve",
-        {
-            "o --tensor-parallel-size=2": "flags of vllm serve go after --, as in vlmcompress serve OUT -- --tens",
-            "o --prot 9": r"did you mean '--port'\? Flags of vllm serve go after --",
-            "/no/such/out": "no such checkpoint",
-            f"{DEMO} --max-model-len 0": "--max-model-len is 0",
-            f"{DEMO} --port 99999": "--port 99999 is no port",
-        },
-    )
-    yield "eval out", "missing --baseline"
-    yield "eval out --baseline llava --limit 0", "--limit is 0"
-    yield "eval /no/such/out --baseline m", "no such checkpoint"
-    yield from each(
-        EVAL,
-        {
-            "--suite chartqq": "no suite is called 'chartqq', here or in lm-eval; did you mean 'chartqa'",
-            "--suite chartqa": r"VLMCOMPRESS_DATA|--data",
-            "--suite nothing.yaml": "suite .*nothing.yaml does not exist",
-            "--engine vlm": "unknown engine 'vlm'; did you mean 'vllm'",
-            "--gate strickt": "no bundled gate is called 'strickt'; did you mean 'strict'",
-            "--gate demo --max-drop 0.01": "--gate and --max-drop exclude each other",
-            "--max-drop 1.5": "--max-drop 1.5 is not a share",
-            f"--engine openai:http://127.0.0.1:{free_port()}/v1 --data calib.jsonl": "no server answers at",
-        },
-    )
-    yield f"{BENCH} --load open:8", "--load"
-    yield f"{BENCH} --requests 0", "--requests 0: must be from 1 to"
-    yield f"{BENCH} --report calib.jsonl", "calib.jsonl.*(Not a directory|File exists)"
-    yield f"bench nothing --baseline {DEMO}", "no such checkpoint folder"
-    yield from each(
-        f"doctor {DEMO}",
-        {
-            "--source nothing": "--source .*nothing is not a folder",
-            "--engine vllm --prompts 2": "--prompts is 2; take at least 4",
-            "--engine vllm --source x": "--source is for examining files; leave out --engine vllm",
-            "--engine sglang": "--engine: no 'sglang'",
-            "--prompts 9": "--prompts is for the check in an engine; add --engine vllm",
-        },
-    )
-    yield "report nothing -o page", "nothing"
-    yield from each(
-        "export",
-        {
-            "ct --format awk -o new": "unknown format 'awk'; did you mean 'awq'",
-            "ct --format modelopt -o new": "ModelOpt files hold",
-            "ct --format fp8 -o new": "can only be read",
-            "ct --format compressed-tensors -o new": "is already compressed-tensors",
-            "ct --format awq -o ct": "is inside the source model",
-            f"{DEMO} -o new": "is not quantized",
-            "nothing -o new": "does not exist",
-            "ct --format awq --mmproj f16 -o new": "mmproj is the type of GGUF's tower",
-            "ct --format awq -o new --shard-size many": "shard_size",
-        },
-    )
-    yield "convert ct -o new", "no verb 'convert' any more; type vlmcompress export MODEL -o NEW"
-    yield "report --errors out other", "out is a .* model and other a .* model"
-    yield "report --errors data", f"has no {MANIFEST}"
-    yield "report out --stats s", "--stats and --model are for --errors"
-    yield "report --errors out --top -1", "--top is -1"
-    yield "report --errors out --stats s", "--stats and --model belong together"
-    yield "check llava --question q", "give their --image-size"
-    yield from each(
-        TOKENS,
-        {
-            "--image-size 1024x": "--image-size 1024x is not a size; write it WIDTHxHEIGHT",
-            "--image-size 0x5": "is not a size",
-            "--image-size 99999x99999": "9999.8 Mpx",
-            "--reduce dart:0": "keep must be a number above 0",
-            "--reduce dort:0.5": "did you mean 'dart'",
-            "--reduce fastv:0.5,layer=9": "layer 9 is none of the language model's 2",
-            "--reduce scope:0.5": "there is no reducer 'scope' any more; take coverage",
-            "--reduce dyrate": "--reduce dyrate",
-            "--reduce dymu:thresholds=no.json": r"no.json is not readable \(No such file",
-            "--kv-cache fp4": "--kv-cache fp4: no such type",
-        },
-    )
-    yield INSPECT, "missing --reduce"
-    yield from each(
-        INSPECT,
-        {
-            "--reduce dart:2": "keep must be a number above 0 and at most 1, got 2",
-            "--reduce relevance:0.5": "'relevance' is query-aware; add --question",
-            "--reduce dart:0.5 -o x.jpg": "--out x.jpg is a picture; name it FILE.png",
-            "--reduce dart:0.5 --image no.png": "no.png' cannot be read",
-            "--reduce dart:0.5 --image calib.jsonl": "is not an image in one of JPEG, PNG",
-            "--reduce fastv:0.5,layer=7": "layer 7 is none of the language model's 2",
-        },
-    )
-    attention = "those of gemma3 have attention in windows, and both ways within an image; use "
-    yield f"{INSPECT} --reduce fastv:0.5".replace("llava", "gemma3"), attention
-    yield f"{INSPECT} --reduce visionzip:0.5".replace("llava", "qwen"), "CLS"
-    yield "plan m --target a100-80gb", r"unknown target 'a100-80gb'; did you mean 'a100'\?"
-    yield "plan m --target rtx4080", "unknown target 'rtx4080'; choose from a100, a100-40gb"
-    yield "plan m --memory -5GB", "--memory needs a value; one that begins with '-' is written --memory=-..."
-    yield from each(
-        PLAN,
-        {
-            "--target h10": "did you mean 'h100'",
-            "--text-tokens 4000": "the model takes 2,048",
-            "--tp 3": "use one of 1, 2, 4",
-            "--tp 0": "--tp 0",
-            "--image-size 1024x": "WIDTHxHEIGHT",
-            "--image-size 0x5": "WIDTHxHEIGHT",
-            "--image-size 99999x99999": "more than 50",
-            "--video 8x64": "FRAMESxWIDTHxHEIGHT",
-            "--images-per-request -1": "--images-per-request -1",
-            "--out-tokens 0": "--out-tokens 0",
-            "--kv-cache fp-8": "did you mean 'fp8'",
-            "--memory lots": "not a size",
-            "--memory ٣": "--memory '٣' is not a size",
-            "--tp ٣": "--tp: invalid int value",
-            "--memory=": "--memory has an empty value",
-            "--kv-cache-memory=": "--kv-cache-memory has an empty value",
-            "--reduce=": "--reduce has an empty value",
-            "--reduce darts:0.5": "did you mean 'dart'",
-            "--reduce fastv:0.5": "--reduce fastv",
-            "--speculative mpt": "did you mean 'mtp'",
-            "--speculative mtp:x": "a number from 1 to 100",
-            "--speculative mtp": "the model has no draft head; use ngram",
-        },
-    )
-    yield RECOVER, "recover: nothing to recover from; say with --reduce"
-    yield f"{RECOVER} --reduce fastv:0.5,layer=1", "'fastv'"
-    yield f"{RECOVER} --reduce dymu:0.5 --train tower", "--train tower: dymu:0.5 merges tokens within the tower"
-    yield from each(
-        f"{RECOVER} --reduce divprune:0.25",
-        {
-            "--train projektor": r"--train: no part 'projektor'; did you mean 'projector'\?",
-            "--steps 0": "--steps is 0; it should be at least 1",
-            "--lr -1": "--lr is -1; it should be above 0",
-            "--text data/calib.jsonl": "--text is for calibration",
-            "--samples 10": "gives 10 samples with images; training needs at least 16",
-            "--set scheme=fp8": "--set scheme: no such key of recover",
-            "-o out": "exists; choose another folder or pass --overwrite",
-        },
-    )
-    quantized = f"{RECOVER} --reduce divprune:0.25".replace("llava", "out")
-    yield quantized, "is quantized already; recover the 16-bit original, then quantize"
-    yield from each(
-        LEARN,
-        {
-            "--keep 0": "keep must be a number above 0",
-            "--keep 1": "--keep is 1; it should be above 0 and below 1",
-            "--steps 0": "--steps is 0; it should be at least 1",
-            "--hidden 4096": "--hidden is 4096; it should be at most 1024",
-            "--lr 2": "--lr is 2; it should be above 0 and below 1",
-            "--lr nan": "--lr is nan; it should be above 0 and below 1",
-            "--keep 0.001": "of these images, of at most 16 tokens, is less than one, so they would be kept whole; give",
-            "--keep 0.25,cover=1": "keep is '0.25,cover=1', should be a number",
-            "--keep half": "--keep half: 'learned': keep is 'half', should be a number",
-            "--keep auto": "--keep auto: training needs a share",
-            "--keep 0.5 --to 0.5": "--to is 0.5; it should be above --keep, 0.5, and below 1",
-            "--samples 10": "training needs at least 16",
-            "--set kv_cache=fp8": "--set kv_cache: no such key of learn-reducer",
-            "--text data/calib.jsonl": "--text is for calibration",
-            "-o new.bin": "ends in .safetensors",
-            f"-o {WEIGHTS} --overwrite": "is inside the source model",
-            "-o llava/scorer.safetensors": "is inside the source model",
-        },
-    )
+def listed(table: str) -> Iterator[tuple[str, str]]:
+    """(command, words) of each line."""
+    for line in table.strip("\n").splitlines():
+        command, _, words = line.rpartition(": ")
+        yield command.removesuffix(":"), words
 
 
-def formats() -> Iterator[tuple[str, str, str]]:
-    """What a format of another engine has no place for: family, command, and what is said."""
-    for form, family, flags, message in (
-        ("openvino", "qwen", "--scheme int8", "use a weight-only scheme"),
-        ("openvino", "qwen", "--scheme rtn --bits 3", "integer weights of 4 or 8 bits"),
-        ("openvino", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
-        ("openvino", "qwen", "--scheme none --reduce divprune:0.5", "supports only the reducer cdpruner"),
-        ("openvino", "qwen", "--scheme none --reduce cdpruner:1/3", "drops whole percents"),
-        ("openvino", "llava", "--scheme none --reduce cdpruner:0.5", "drops no visual tokens of the family llava"),
-        ("openvino", "internvl", "--scheme rtn", "max_patches = 12, the processor by 4"),
-        ("openvino", "glm4v", "--scheme rtn", "does not support the family glm4v"),
-        ("gguf", "qwen2_vl", "--scheme int8", "activations"),
-        ("gguf", "qwen2_vl", "--scheme rtn --reduce divprune:0.5", "llama.cpp does not support"),
-        ("gguf", "qwen", "--scheme rtn", "112 pixels"),
-        ("gguf", "glm4v", "--scheme rtn", "does not support the family glm4v"),
-        ("mlx", "qwen", "--scheme rtn --group-size 16", "not for group_size 16"),
-        ("mlx", "qwen", "--scheme rtn --bits 7", "8 bits, not of 7"),
-        ("mlx", "qwen", "--scheme int8", "use a weight-only scheme"),
-        ("mlx", "qwen", "--scheme rtn --kv-cache fp8", "leave out kv_cache"),
-        ("mlx", "qwen", "--scheme none --reduce dart:0.5", "MLX runs coverage, divprune, pool, uniform alone"),
-        ("mlx", "llava_next", "--scheme rtn", "no class for LlavaNextForConditionalGeneration"),
-        ("mlx", "internvl", "--scheme rtn", "a decoder of the type qwen3, not qwen2"),
-    ):
-        yield family, f"quantize {family} -o new --format {form} {flags}", message
-
-
-def paths() -> Iterator[tuple[str, Spoil | None, list[str]]]:
-    """Paths that no system takes, wherever a path stands."""
-    for kind, path in {"long": "x" * 5000, "nul": "a\0b", "loop": "loop"}.items():
-        for place, command in {
-            "model": ["quantize", path, "-o", "new", "--scheme", "rtn"],
-            "out": ["quantize", "llava", "-o", path, "--scheme", "rtn"],
-            "recipe": ["quantize", "llava", "-o", "new", "--recipe", path],
-            "calib": ["quantize", "llava", "-o", "new", "--scheme", "gptq", "--calib", path],
-            "tokens": ["check", path, "--image-size", "56x56"],
-            "doctor": ["doctor", path],
-        }.items():
-            yield f"{kind}-{place}", link("loop", "loop") if kind == "loop" else None, command
-
+# Paths that no system takes, wherever a path stands.
+PATHS = {
+    f"{kind}-{place}": (link("loop", "loop") if kind == "loop" else None, [*before, path, *after], "")
+    for kind, path in {"long": "x" * 5000, "nul": "a\0b", "loop": "loop"}.items()
+    for place, (before, after) in {
+        "model": (["quantize"], ["-o", "new", "--scheme", "rtn"]),
+        "out": (["quantize", "llava", "--scheme", "rtn", "-o"], []),
+        "recipe": (["quantize", "llava", "-o", "new", "--recipe"], []),
+        "calib": (["quantize", "llava", "-o", "new", "--scheme", "gptq", "--calib"], []),
+        "doctor": (["doctor"], []),
+    }.items()
+}
 
 TEXT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-VIDEO = "calib.jsonl line 1 shows a video, "
-SCHEMA = "tampered: config.json: vlmcompress.schema is 99.*upgrade it"
+SCHEMA = "config.json vlmcompress.schema 99 upgrade"
+MLX = {"bits": 4, "group_size": 64}
 SPLIT = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
 RECIPE = "quantize llava -o new --recipe r.yaml"
 
 FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     # a model
-    "missing model": (lambda: shutil.rmtree("llava"), GPTQ, "does not exist|no such folder|not a folder"),
-    "empty model": (lambda: [shutil.rmtree("llava"), os.mkdir("llava")], GPTQ, "empty|config.json"),
-    "not a vlm": (write(CONFIG, '{"model_type": "llama", "hidden_size": 8}'), GPTQ, "not a vision-language model"),
-    "truncated weights": (cut(WEIGHTS, -100), GPTQ, "truncated|shorter|bytes"),
+    "missing model": (lambda: shutil.rmtree("llava"), GPTQ, "llava"),
+    "empty model": (lambda: [shutil.rmtree("llava"), os.mkdir("llava")], GPTQ, "llava empty"),
+    "not a vlm": (write(CONFIG, '{"model_type": "llama", "hidden_size": 8}'), GPTQ, "llama vision-language"),
+    "truncated weights": (cut(WEIGHTS, -100), GPTQ, WEIGHTS),
     "pickled weights": (lambda: os.rename(WEIGHTS, "llava/pytorch_model.bin"), GPTQ, "safetensors"),
-    "nan in weights": (nan_in_weights, GPTQ, "lm_head|NaN"),
-    "nan in answers": (answers_of_nan, f"{LEARN} --steps 12 --every 4", "the model's logits hold NaN"),
-    "layers for tokens": (
-        edit(CONFIG, text_config__num_hidden_layers=HUGE),
-        TOKENS,
-        "num_hidden_layers is 1,000,000,000,000, more than the 1,024",
-    ),
-    "more layers than tensors": (
-        edit(CONFIG, text_config__num_hidden_layers=900),
-        RTN,
-        "num_hidden_layers is 900, and the weight files hold 80 tensors",
-    ),
-    "more weights than files": (
-        edit(CONFIG, text_config__vocab_size=1 << 24),
-        RTN,
-        r"config.json asks for \[16777216, 128\]; one of the two is of another model",
-    ),
-    "other shapes": (
-        edit(CONFIG, text_config__intermediate_size=384),
-        f"{RTN} --dry-run",
-        "has shape .*one of the two is of another model",
-    ),
-    "size in words": (
-        edit(CONFIG, text_config__hidden_size="big"),
-        RTN,
-        r"field 'hidden_size': TypeError: .* expected int, got str \(value: 'big'\)\); restore",
-    ),
-    "key twice": (begin(CONFIG, '"model_type": "llava",'), RTN, "key 'model_type' is given twice"),
-    "key twice to serve": (begin("out/config.json", '"model_type": "llava",'), "serve out", "'model_type' is given tw"),
-    "huge images": (
-        edit(PROCESSOR, image_processor__size={"shortest_edge": HUGE}),
-        TOKENS,
-        "image_processor.size.shortest_edge is 1,000,000,000,000",
-    ),
-    "endless license": (link("llava/LICENSE", "/dev/zero"), RTN, "LICENSE is a device, a pipe or a link"),
-    "license nowhere": (link("llava/LICENSE", "nowhere"), RTN, "LICENSE is a device, a pipe or a link"),
+    "nan in weights": (nan_in_weights, GPTQ, "lm_head NaN"),
+    "nan in answers": (answers_of_nan, f"{LEARN} --steps 12 --every 4", "logits NaN"),
+    "layers for tokens": (edit(CONFIG, text_config__num_hidden_layers=HUGE), TOKENS, "num_hidden_layers 1,024"),
+    "more layers than tensors": (edit(CONFIG, text_config__num_hidden_layers=900), RTN, "num_hidden_layers 900 80"),
+    "more weights than files": (edit(CONFIG, text_config__vocab_size=1 << 24), RTN, "config.json 16777216"),
+    "size in words": (edit(CONFIG, text_config__hidden_size="big"), RTN, "'hidden_size' 'big'"),
+    "key twice": (begin(CONFIG, '"model_type": "llava",'), RTN, "'model_type' twice"),
+    "key twice to serve": (begin("out/config.json", '"model_type": "llava",'), "serve out", "'model_type' twice"),
+    "huge images": (edit(PROCESSOR, image_processor__size={"shortest_edge": HUGE}), TOKENS, "shortest_edge"),
+    "endless license": (link("llava/LICENSE", "/dev/zero"), RTN, "LICENSE device"),
     # headers of weights
-    "nested header": (header(NESTED), RTN, "not a complete safetensors file"),
-    "metadata that are no object": (header('{"__metadata__":{"format":1}}'), RTN, "not a complete safetensors file"),
-    "shape of letters": (
-        header('{"a":{"dtype":"F32","shape":"ab","data_offsets":[0,8]}}'),
-        RTN,
-        "not a complete safetensors file",
-    ),
+    "nested header": (header(NESTED), RTN, WEIGHTS),
+    "metadata that are no object": (header('{"__metadata__":{"format":1}}'), RTN, WEIGHTS),
+    "shape of letters": (header('{"a":{"dtype":"F32","shape":"ab","data_offsets":[0,8]}}'), RTN, WEIGHTS),
     # files nested so deep that a parser would end the process
-    "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "not (a )?(readable|valid)"),
-    "nested manifest": (
-        begin(f"out/{MANIFEST}", f'"x": {NESTED}, '),
-        "report --errors out",
-        "not (a )?(readable|valid)",
-    ),
+    "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "config.json"),
+    "nested manifest": (begin(f"out/{MANIFEST}", f'"x": {NESTED}, '), "report --errors out", MANIFEST),
     "nested statistics": (
         begin("stats/statistics.json", f'"x": {NESTED}, '),
         f"{RTN} --stats stats",
-        "not (a )?(readable|valid)",
+        "statistics.json",
     ),
-    "nested report": (write("r.json", f'{{"x": {NESTED}}}'), "report r.json", "not (a )?(readable|valid)"),
-    "nested rows": (begin("calib.jsonl", f'"x": {NESTED}, '), GPTQ, "not (a )?(readable|valid)"),
-    "nested messages": (rows({"image": "a.png", "messages": NESTED}), GPTQ, "messages is not valid JSON .*nested"),
-    "nested reducer": (
-        lambda: None,
-        [*RTN.split(), "--reduce", f"dart:keep={NESTED}"],
-        r"keep=\[\[.*\.\.\. \(200,[0-9]+ characters\) \.\.\. .*maximum recursion",
-    ),
+    "nested report": (write("r.json", f'{{"x": {NESTED}}}'), "report r.json", "r.json"),
+    "nested rows": (begin("calib.jsonl", f'"x": {NESTED}, '), GPTQ, "calib.jsonl"),
+    "nested messages": (rows({"image": "a.png", "messages": NESTED}), GPTQ, "calib.jsonl messages nested"),
+    "nested reducer": (lambda: None, [*RTN.split(), "--reduce", f"dart:keep={NESTED}"], "keep= recursion"),
     # tokenizer, processor, chat template
-    **{
-        f"tokenizer {key}": (
-            edit("llava/tokenizer.json", **{key: value}),
-            TOKENS,
-            "llava has no usable processor .*; copy the tokenizer",
-        )
-        for key, value in {
-            "pre_tokenizer": SPLIT,
-            "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-            "model__vocab": {"a": HUGE},
-        }.items()
-    },
-    **{
-        f"processor {key}": (edit(PROCESSOR, **{key: value}), TOKENS, "the model's processor refuses it")
-        for key, value in {
-            "patch_size": 0,
-            "image_processor__rescale_factor": 0,
-            "image_processor__resample": 99,
-            "image_processor__crop_size": {"height": "x", "width": [1]},
-        }.items()
-    },
+    "tokenizer": (edit("llava/tokenizer.json", pre_tokenizer=SPLIT), TOKENS, "llava processor tokenizer"),
+    "vocabulary": (edit("llava/tokenizer.json", model__vocab={"a": HUGE}), TOKENS, "llava processor tokenizer"),
+    "patch of nothing": (edit(PROCESSOR, patch_size=0), TOKENS, "processor"),
+    "crop in words": (edit(PROCESSOR, image_processor__crop_size={"height": "x", "width": [1]}), TOKENS, "processor"),
     # calibration data and recipes
-    "empty rows": (write("calib.jsonl", ""), GPTQ, "empty|no rows|no samples"),
-    "no columns": (rows({"pixels": "a.png"}), GPTQ, "column|question"),
+    "empty rows": (write("calib.jsonl", ""), GPTQ, "calib.jsonl"),
+    "no columns": (rows({"pixels": "a.png"}), GPTQ, "calib.jsonl question"),
     "truncated image": (cut("a.png", 200), GPTQ, "a.png"),
-    "decompression bomb": (lambda: Image.new("1", (14_000, 14_000)).save("a.png"), GPTQ, "is too large .*shrink it"),
-    "endless image": (
-        rows({"image": "/dev/zero", "question": "q"}),
-        GPTQ,
-        "'?image '/dev/zero' cannot be read: it is a device",
-    ),
+    "decompression bomb": (lambda: Image.new("1", (14_000, 14_000)).save("a.png"), GPTQ, "a.png large shrink"),
+    "endless image": (rows({"image": "/dev/zero", "question": "q"}), GPTQ, "/dev/zero device"),
     "longer than the context": (rows(ROW | {"question": "word " * 5000}), GPTQ, "tokens"),
-    "video for a family without": (film, GPTQ, f"{VIDEO}which LlavaProcessor does not take; give images in its place"),
-    "video for a reducer": (
-        film,
-        f"{GPTQ} --reduce uniform:0.5",
-        f"{VIDEO}and reducers learn and are calibrated from images; drop the row",
-    ),
-    "texts to recover": (
-        rows(*[TEXT] * 30, file="data/calib.jsonl"),
-        f"{RECOVER} --reduce divprune:0.25",
-        "has no images; training needs questions about images",
-    ),
-    "texts to learn from": (rows(*[TEXT] * 30, file="data/calib.jsonl"), LEARN, "has no images"),
-    "file to learn into": (
-        write("new.safetensors", "mine"),
-        LEARN,
-        "exists already; choose another name, or add --ov",
-    ),
-    "folder to learn into": (lambda: os.mkdir("new.safetensors"), f"{LEARN} --overwrite", "is a folder"),
+    "video for a family without": (film, GPTQ, "calib.jsonl video images"),
+    "video for a reducer": (film, f"{GPTQ} --reduce uniform:0.5", "calib.jsonl video drop"),
+    "texts to learn from": (rows(*[TEXT] * 30, file="data/calib.jsonl"), LEARN, "calib.jsonl images"),
+    "file to learn into": (write("new.safetensors", "mine"), LEARN, "new.safetensors --ov"),
+    "folder to learn into": (lambda: os.mkdir("new.safetensors"), f"{LEARN} --overwrite", "new.safetensors folder"),
     "file of others to learn into": (
         lambda: save_file({"a": torch.ones(2)}, "new.safetensors"),
         f"{LEARN} --overwrite",
-        "is not a scorer, so it is not overwritten",
+        "new.safetensors scorer",
     ),
-    "recipe in itself": (write("r.yaml", "scheme: rtn\noptions: &a\n  bits: *a\n"), RECIPE, "holds itself"),
-    "recipe from nobody": (lambda: os.mkfifo("r.yaml"), RECIPE, "cannot read recipe .*pipe"),
+    "recipe in itself": (write("r.yaml", "scheme: rtn\noptions: &a\n  bits: *a\n"), RECIPE, "itself"),
+    "recipe from nobody": (lambda: os.mkfifo("r.yaml"), RECIPE, "r.yaml pipe"),
     # checkpoints and manifests
     "manifest of other weights": (
         edit(f"out/{MANIFEST}", **{"files__model.safetensors__sha256": "0" * 64}),
         "report --errors out",
-        "model.safetensors has changed since it was written",
+        "model.safetensors changed",
     ),
-    "another config": (
-        edit("out/config.json", image_seq_length=17),
-        "report --errors out",
-        "config.json has changed",
-    ),
-    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report --errors out", "files should be an object"),
-    "errors of nothing": (manifest({}), "report --errors new2", "no decoder layer of"),
-    "errors in words": (manifest({LAYER: {"text": "much"}}), "report --errors new2", "text should be a valid number"),
-    "errors in a list": (manifest([1]), "report --errors new2", "errors should be an object"),
-    "config of a list": (write("config.json", "[1]"), "serve .", "config.json: content should be an object"),
+    "manifest without files": (edit(f"out/{MANIFEST}", files=None), "report --errors out", f"{MANIFEST} files"),
+    "errors of nothing": (manifest({}), "report --errors new2", "new2 layer"),
+    "errors in words": (manifest({LAYER: {"text": "much"}}), "report --errors new2", "text number"),
     "newer reducer to eval": (newer_reducer, f"eval tampered --baseline {DEMO}", SCHEMA),
-    "newer reducer to bench": (newer_reducer, f"bench tampered --baseline {DEMO}", SCHEMA),
     "newer reducer to serve": (newer_reducer, "serve tampered", SCHEMA),
-    "doctor of another kind": (
-        of_another_kind,
-        "doctor model --engine vllm",
-        "type .bert. is not a vision-language model",
-    ),
-    "MLX by its config alone": (
-        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
-        "export llava -o new",
-        "no linear layer is quantized as the config says",
-    ),
-    "MLX to bench": (
-        edit("llava/config.json", quantization={"bits": 4, "group_size": 64}),
-        "bench llava --baseline llava",
-        "is for MLX, whose server counts .* vlmcompress serve llava writes",
-    ),
-    "broken gguf": (broken_gguf, "export model -o new", "has GGUF files, which are written and not read"),
+    "doctor of another kind": (of_another_kind, "doctor model --engine vllm", "bert vision-language"),
+    "MLX by its config alone": (edit(CONFIG, quantization=MLX), "export llava -o new", "quantized config"),
+    "MLX to bench": (edit(CONFIG, quantization=MLX), "bench llava --baseline llava", "MLX vlmcompress serve llava"),
+    "broken gguf": (broken_gguf, "export model -o new", "GGUF"),
     # evaluation
-    "no samples": (write("data.jsonl", ""), f"{EVAL} --data data.jsonl", "data.jsonl.*(empty|no samples)"),
+    "no samples": (write("data.jsonl", ""), f"{EVAL} --data data.jsonl", "data.jsonl"),
     "repeated ids": (
         rows(ROW | {"id": "twice"}, ROW | {"id": "twice", "question": "and this"}),
         f"{EVAL} --data calib.jsonl",
-        "'twice'|ids repeat|same id",
+        "calib.jsonl twice",
     ),
-    "no answers": (rows(ROW, ROW | {"answer": ""}), f"{EVAL} --data calib.jsonl", "has no answer"),
-    "missing image": (rows(ROW, ROW | {"image": "gone.png"}), f"{EVAL} --data calib.jsonl", "gone.png"),
+    "no answers": (rows(ROW, ROW | {"answer": ""}), f"{EVAL} --data calib.jsonl", "calib.jsonl answer"),
     "gate with an unknown key": (
         write("gate.yaml", "suites: {world: {margn: 0.01}}\n"),
         f"{EVAL} --gate gate.yaml",
-        "unknown key 'suites.world.margn'; did you mean 'margin'",
+        "suites.world.margn margin",
     ),
-    "report of another version": (
-        write("results.json", '{"schema": 1}'),
-        f"eval {DEMO} --baseline .",
-        "schema 1, this version reads 2",
-    ),
-    "report of garbage": (write("results.json", "{]"), "report . -o page", "is not readable JSON"),
+    "report of another version": (write("results.json", '{"schema": 1}'), f"eval {DEMO} --baseline .", "schema 1 2"),
+    "report of garbage": (write("results.json", "{]"), "report . -o page", "results.json"),
 }
 CASES: dict[str, tuple[Spoil | None, str | list[str], str]] = {
     **FILES,
-    **{command[:80] or "no verb": (None, command, message) for command, message in commands()},
+    **{command.replace(str(DEMO), "DEMO"): (None, command, words) for command, words in listed(COMMANDS)},
     **{
-        command: (None if family in ("qwen", "llava") else partial(tiny.build, family, family), command, message)
-        for family, command, message in formats()
+        command: (partial(tiny.build, family, family) if family not in ("qwen", "llava") else None, command, words)
+        for command, words in listed(FORMATS)
+        for family in [command.split()[1]]
     },
-    **{name: (spoil, command, "") for name, spoil, command in paths()},
+    **PATHS,
 }
 
 
@@ -650,7 +447,7 @@ def unspoilt(original, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_input_ends_in_one_line(name, original, unspoilt, tmp_path, capfd, monkeypatch):
-    spoil, command, message = CASES[name]
+    spoil, command, words = CASES[name]
     place = tmp_path if spoil else unspoilt
     folder = shutil.copytree(original, place / "it") if spoil else place / "it"
     monkeypatch.chdir(folder)
@@ -666,7 +463,7 @@ def test_wrong_input_ends_in_one_line(name, original, unspoilt, tmp_path, capfd,
         assert "PROBLEM" in output.out
     else:
         assert output.out == "" and len(lines) == 1 and lines[0].startswith("error: "), output.err
-        assert re.search(message, lines[0]) and len(lines[0]) < 2100, lines[0]
+        assert not [word for word in words.split() if word not in lines[0]] and len(lines[0]) < 2100, lines[0]
     assert state(place) == before
 
 

@@ -84,7 +84,7 @@ WHY = "names of images in caches say which reducer made them, and which image st
 
 
 @pytest.mark.parametrize(
-    ("file", "before", "after", "part", "said"),
+    ("file", "before", "after", "part", "message"),
     [
         (
             "multimodal/processing/processor.py",
@@ -132,10 +132,10 @@ WHY = "names of images in caches say which reducer made them, and which image st
     ],
 )
 def test_a_broken_contract_names_the_missing_part(
-    file: str, before: str, after: str, part: str, said: str, tmp_path: Path
+    file: str, before: str, after: str, part: str, message: str, tmp_path: Path
 ) -> None:
     """A method that is gone or called otherwise, an attribute under another name, a parameter more, also in a parent class."""
-    assert problems(part, edited(tmp_path / "vllm", file, before, after))[0] == said
+    assert problems(part, edited(tmp_path / "vllm", file, before, after))[0] == message
 
 
 def test_a_parameter_with_a_default_is_no_break(tmp_path: Path) -> None:

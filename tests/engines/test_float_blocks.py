@@ -109,7 +109,7 @@ def test_the_emulation_computes_our_products(tmp_path):
     generator = torch.Generator().manual_seed(0)
     w, x = (torch.randn(n, 256, generator=generator) for n in (64, 40))  # not bfloat16, of which many lie halfway
     qt, shared = round_to_nearest(w, NVFP4), find_global_scale([x[:20]])
-    stored = compressed_tensors.tensors(qt, SCHEMES["nvfp4"], shared)
+    stored = compressed_tensors.FORMAT.tensors(qt, SCHEMES["nvfp4"], shared)
     save_file(stored | {"x": x}, tmp_path / "given")
     command = [forks.python(*forks.VLLM), "-c", LOOK, str(tmp_path / "given"), str(tmp_path / "got"), str(EMULATION)]
     done = subprocess.run(command, env=os.environ | SETTINGS, capture_output=True, text=True, check=False, timeout=600)

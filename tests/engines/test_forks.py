@@ -50,11 +50,11 @@ def test_a_fork_behaves_as_a_new_python(quick: str, tmp_path: Path, way: str) ->
 
 def test_modules_are_imported_before_the_fork(quick: str) -> None:
     code = "import sys; print('decimal' in sys.modules, 'wave' in sys.modules)"
-    said = [
+    output = [
         subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
         for python in (quick, sys.executable)
     ]
-    assert said == ["True False\n", "False False\n"]
+    assert output == ["True False\n", "False False\n"]
 
 
 HOLD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
@@ -67,9 +67,9 @@ def test_signals_reach_a_fork(quick: str, sent: signal.Signals) -> None:
         assert program.stdout is not None
         fork, began = int(program.stdout.readline()), time.monotonic()
         program.send_signal(sent)
-        _, said = program.communicate()
+        _, output = program.communicate()
     assert program.returncode == -sent and wait_until_gone(fork) and time.monotonic() - began < 30
-    assert ("KeyboardInterrupt" in said) is (sent == signal.SIGINT)
+    assert ("KeyboardInterrupt" in output) is (sent == signal.SIGINT)
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:

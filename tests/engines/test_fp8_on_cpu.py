@@ -62,10 +62,10 @@ def test_the_plugins_kernel_replaces_the_reference() -> None:
     """Oracle: the formula in float64. `torch._scaled_mm` would take seconds for a layer of real size."""
     done = subprocess.run([forks.python(*forks.VLLM), "-c", LOOK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    printed = json.loads(done.stdout.splitlines()[-1])
     for name, most in (("channels", 1e-6), ("channels, bfloat16", 0.006), ("all", 1e-6)):
-        picked, dtype, shape, error = said[name]
-        assert (picked == "Fp8In16BitsLinearKernel") is said["reference"], said
+        picked, dtype, shape, error = printed[name]
+        assert (picked == "Fp8In16BitsLinearKernel") is printed["reference"], printed
         assert dtype == ("torch.bfloat16" if "bfloat16" in name else "torch.float32") and shape == [2, 3, 40]
-        assert error < most, said
-    assert ("ChannelWiseTorchFP8ScaledMMLinearKernel" in said["disabled"]) is said["reference"]
+        assert error < most, printed
+    assert ("ChannelWiseTorchFP8ScaledMMLinearKernel" in printed["disabled"]) is printed["reference"]

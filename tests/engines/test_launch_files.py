@@ -97,10 +97,10 @@ def test_the_vllm_command_and_lm_eval_start() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    said = json.loads(line.removeprefix("SAID "))
-    assert {words: code for words, (code, _) in said.items()} == dict.fromkeys(map(" ".join, words), 0)
-    assert said["--version"][1].strip() == importlib.metadata.version("vllm")
-    assert "usage: vllm serve" in said["serve --help"][1]
+    printed = json.loads(line.removeprefix("SAID "))
+    assert {words: code for words, (code, _) in printed.items()} == dict.fromkeys(map(" ".join, words), 0)
+    assert printed["--version"][1].strip() == importlib.metadata.version("vllm")
+    assert "usage: vllm serve" in printed["serve --help"][1]
 
 
 @pytest.fixture(scope="module")

@@ -205,11 +205,20 @@ def test_no_content_is_an_empty_answer(server: Server, tmp_path: Path) -> None:
     ]
 
 
-ADDRESS = st.text(st.sampled_from("http:/[]@1aé. \n%#?"), max_size=16)
+ADDRESS = st.text(st.sampled_from("http:/[]@1avé.。 \n%#?"), max_size=16)
 
 
 @pytest.mark.parametrize(
-    "address", ["http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:0", "http://h:x", "h:1"]
+    "address",
+    [
+        "http://[::1",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:0",
+        "http://h:x",
+        "h:1",
+        "http://[v1.x]",
+        "http://ä.。x",
+    ],
 )
 def test_wrong_addresses_are_refused(address: str) -> None:
     with pytest.raises(UserError, match="is not the address of a server; write openai:http://localhost:8000"):

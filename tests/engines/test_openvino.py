@@ -196,6 +196,7 @@ def test_an_image_costs_as_many_tokens_as_the_checkpoint_declares(tmp_path, monk
     assert ranks and min(ranks) > 0.75, ranks
 
 
+@pytest.mark.slow
 def test_one_core_is_enough(tmp_path, monkeypatch):
     """OpenVINO 2026.4 dies of SIGFPE where it compiles a graph in bfloat16 for one thread, which is all that it has there."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -243,7 +244,7 @@ def test_equal_inputs_give_equal_files(tmp_path):
 
 
 def test_a_missing_openvino_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(exporter, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(exporter.OpenVino, "PACKAGES", ("no_such_package",))
     source = build(FAST, tmp_path / "source")
     assert main(["quantize", str(source), "--scheme", "none", "--format", "openvino", "-o", str(tmp_path / "out")]) == 2
     assert "no_such_package is not installed; pip install '.[openvino]'" in capsys.readouterr().err

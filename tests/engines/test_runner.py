@@ -96,15 +96,15 @@ def test_a_killed_engine_restarts_for_the_remaining_answers(tmp_path: Path, brok
         if grep -q one $r; then echo '{reply % "one"}'; kill -9 $$; fi
         echo '{reply % "two"}'; echo '{{"event": "done"}}'"""
     )
-    said: list[str] = []
+    output: list[str] = []
     arrived: list[str] = []
     requests = [Request(name, ASK[0].messages) for name in ("one", "two")]
     run = ENGINE.answer("some/model", requests, media=tmp_path, on_answer=lambda answer: arrived.append(answer.id),
-                 progress=lambda text, *_: said.append(text))  # fmt: skip
+                 progress=lambda text, *_: output.append(text))  # fmt: skip
     assert list(run.answers) == arrived == ["one", "two"]
     assert [json.loads(line)["id"] for line in requests_file.read_text().splitlines()] == ["two"]
     assert run.engine == {"name": "x", "restarts": 1}
-    assert [text for text in said if "SIGKILL" in text] == [
+    assert [text for text in output if "SIGKILL" in text] == [
         "answering: vLLM died (killed by SIGKILL) with some/model; 1 still to answer"
     ]
 

@@ -62,7 +62,11 @@ def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_videos_are_off_by_default(checkpoint: Path) -> None:
-    assert [line for line in remarks(arguments_of(checkpoint)) if "Requests can have no videos; --videos N" in line]
+    assert [
+        line
+        for line in remarks(arguments_of(checkpoint))
+        if "Requests can have no videos; --videos-per-request N" in line
+    ]
     arguments = arguments_of(checkpoint, videos=2)
     assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(arguments) == []
@@ -167,7 +171,7 @@ FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
 
 
 @pytest.mark.parametrize(
-    ("engine", "group", "said"),
+    ("engine", "group", "expected"),
     [
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), FP8, True),
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True, plugin=True), FP8, False),
@@ -177,7 +181,9 @@ FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
         (Installed("0.32.0+cpu", cpu=True, reference_fp8=True), {"weights": FP8["weights"] | {"type": "int"}}, False),
     ],
 )
-def test_slow_settings_warn(engine: Installed, group: dict, said: bool, checkpoint: Path, monkeypatch, capsys) -> None:
+def test_slow_settings_warn(
+    engine: Installed, group: dict, expected: bool, checkpoint: Path, monkeypatch, capsys
+) -> None:
     """FP8 without the plugin on a processor where torch has a reference kernel only; before the engine starts."""
     config = {"quantization_config": {"config_groups": {"group_0": group}}}
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -186,7 +192,7 @@ def test_slow_settings_warn(engine: Installed, group: dict, said: bool, checkpoi
     with pytest.raises(UserError, match="could not start"):
         ENGINE.answer(checkpoint, [Request("a", [])], media=checkpoint)
     line = "note: FP8 is slow in vLLM 0.32.0+cpu on this processor, which has AMX: its products take oneDNN's reference kernel"
-    assert (line in capsys.readouterr().err) is said
+    assert (line in capsys.readouterr().err) is expected
 
 
 def test_bad_input_is_refused(checkpoint: Path, tmp_path: Path) -> None:

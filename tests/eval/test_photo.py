@@ -283,15 +283,15 @@ def test_a_projector_is_judged_by_whole_things(drawn_pool, tokens):
     table = torch.nn.Embedding(len(tokens), 32)
     words = warmup.Words(table, lambda text: tokens(text)["input_ids"], list(NAMES))
     targets, batch = warmup.Targets(words), warmup.sample(Random(0), drawn_pool, words, 6)
-    said, losses = torch.randn(len(batch.patches), 32), []
+    output, losses = torch.randn(len(batch.patches), 32), []
     for group, label in enumerate(batch.labels):
         mine = batch.groups == group
-        mean = (said - words.place()[batch.patches])[mine].mean(0)
+        mean = (output - words.place()[batch.patches])[mine].mean(0)
         far = (mean - words.name()).square().sum(1) / targets.variance
         chosen = (-warmup.SHARPNESS / 32 * far).log_softmax(0)[label]
         losses.append(far[label] / 32 - chosen)
         assert mine.sum() <= (1 if label == words.nothing else warmup.OF_THING)
-    torch.testing.assert_close(targets.loss(said, batch), torch.stack(losses).mean())
+    torch.testing.assert_close(targets.loss(output, batch), torch.stack(losses).mean())
 
 
 @pytest.mark.slow

@@ -125,11 +125,11 @@ def test_descriptions_use_words_that_the_tower_knows():
             assert [f"the {colour} bar:{height}" for colour, height in view.bars] == entries[: len(view.bars)]
             continue
         for number, (cell, entry) in enumerate(zip(view.cells, entries, strict=True)):
-            place, said = entry.split(":")
+            place, output = entry.split(":")
             assert place == f"row{number // 3 + 1} column{number % 3 + 1}"
             expected = {"shape": f"{cell.colour} {cell.name}", "text": " ".join(cell.name), "nothing": "nothing"}
-            assert said.strip().endswith(expected.get(cell.kind, cell.name))
-            assert ("large" in said) == (cell.kind == "shape" and cell.large)
+            assert output.strip().endswith(expected.get(cell.kind, cell.name))
+            assert ("large" in output) == (cell.kind == "shape" and cell.large)
 
 
 def test_the_towers_layers_are_the_donors_with_new_ones_between():

@@ -125,6 +125,6 @@ def test_the_error_of_layers_has_one_name(errors: dict, words: str, tmp_path: Pa
     text = card.render_card(record(errors), tmp_path, "out")
     done = dict.fromkeys(("reduce", "resize", "kv_cache", "bits", "visual_tokens"))
     done |= {"weights_before": 2, "weights_after": 1, "devices": [1], "out": "out", "seconds": 1, "warnings": []}
-    said = quantize.text(done | {"worst_layers": quantize.worst_layers(errors), "next": [], "timing": {}})
-    for page in (text, said, of_reports.layer_errors_text(errors)):
+    output = quantize.text(done | {"worst_layers": quantize.worst_layers(errors), "next": [], "timing": {}})
+    for page in (text, output, of_reports.layer_errors_text(errors)):
         assert words in page and ("calibration data were seen" in page) is (errors is WEIGHTS)

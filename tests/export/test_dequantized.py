@@ -28,10 +28,8 @@ def source(tmp_path_factory):
     return build("llava", tmp_path_factory.mktemp("source") / "model")
 
 
-@pytest.mark.parametrize(
-    ("packing", "symmetric"),
-    [("auto_round", True), pytest.param("auto_round:auto_gptq", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("packing", "symmetric"), [("auto_round", True), ("auto_round:auto_gptq", False)])
 def test_auto_rounds_own_files(source, packing, symmetric, tmp_path):
     """Oracle: the weights that auto-round left in the model in memory before it packed them."""
     from auto_round import AutoRound
@@ -69,13 +67,13 @@ def test_auto_rounds_config():
     assert config["checkpoint_format"] == "gptq"
     packed = {"qweight": None}
     scheme = {
-        name: gptq.scheme_in(config, (name,), packed, (8, 8)).weights
+        name: gptq.FORMAT.scheme_in(config, (name,), packed, (8, 8)).weights
         for name in ("a.lm_head", "b.mlp.up_proj", "b.self_attn.o_proj", "not_lm_head")
     }
     assert [(fmt.bits, fmt.group) for fmt in scheme.values()] == [(8, 128), (4, 32), (4, 128), (4, 128)]
-    assert gptq.quantizes(config, "model.language_model.layers.0.mlp.up_proj")
-    assert gptq.quantizes(config, "language_model.model.layers.0.mlp.up_proj")
-    assert not gptq.quantizes(config, "model.vision_tower.encoder.layers.0.self_attn.k_proj")
+    assert gptq.FORMAT.quantizes(config, "model.language_model.layers.0.mlp.up_proj")
+    assert gptq.FORMAT.quantizes(config, "language_model.model.layers.0.mlp.up_proj")
+    assert not gptq.FORMAT.quantizes(config, "model.vision_tower.encoder.layers.0.self_attn.k_proj")
     assert translated(block | {"packing_format": "auto_round:auto_awq"})["quant_method"] == "awq"
     assert translated(block | {"packing_format": "auto_round:exllamav2"})["checkpoint_format"] == "gptq_v2"
     for other in ({"data_type": "mx_fp"}, {"act_bits": 8}, {"extra_config": ["lm_head"]}):

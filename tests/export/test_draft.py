@@ -172,7 +172,7 @@ def test_a_head_that_is_the_next_block(numbered):
     source = models.Source.of(numbered["source"])
     tensors = load_file(numbered["source"] / "model.safetensors")
     expected = {name for name in tensors if name.startswith(BLOCK)}
-    assert len(expected) == 16 and set(models.draft_tensors(source.spec, source.stored)) == expected
+    assert len(expected) == 16 and set(models.mtp_tensors(source.spec, source.stored)) == expected
     outline = models.Source.outline(numbered["source"]).stored
     assert {name: outline[name] for name in expected} == {name: source.stored[name] for name in expected}
     for name in ("compressed-tensors", "awq", "gptq", "modelopt"):
@@ -183,7 +183,7 @@ def test_a_head_that_is_the_next_block(numbered):
         checks = diagnose(folder)
         assert all(check.ok for check in checks)
         (detail,) = (check.detail for check in checks if check.name == "draft")
-        assert detail.startswith(f"{BLOCK[:-1]}, a draft head: 16 tensors")
+        assert detail.startswith(f"{BLOCK[:-1]}, an MTP head: 16 tensors")
     folder = numbered["compressed-tensors"]
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -223,6 +223,6 @@ def test_doctor_misses_the_entries(written, tmp_path):
 
 def test_families_without_a_draft_head_mention_none(tmp_path):
     source = models.Source.of(build("llava", tmp_path / "llava"))
-    assert models.draft_problem(source.spec, source.config, source.stored) is None
-    assert models.draft_lost(source.spec, source.config, source.stored) is None
-    assert models.kept_draft(source.spec, source.stored) == []
+    assert models.mtp_problem(source.spec, source.config, source.stored) is None
+    assert models.missing_mtp(source.spec, source.config, source.stored) is None
+    assert models.kept_mtp(source.spec, source.stored) == []

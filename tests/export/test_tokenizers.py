@@ -127,8 +127,10 @@ def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
         "check": ("check", source, *recipe),
         "export": ("export", tmp_path / "packed", "-o", out, "--format", "openvino"),
     }[verb]
-    code, said, error = run(capsys, *command)
-    assert code != 0 and " texts into other tokens: of " in said + error and "write compressed-tensors" in said + error
+    code, output, error = run(capsys, *command)
+    assert (
+        code != 0 and " texts into other tokens: of " in output + error and "write compressed-tensors" in output + error
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -140,11 +142,11 @@ def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
     code, _, error = run(capsys, "quantize", source, "-o", out, "--scheme", "rtn", "--format", "gguf")
     assert code == 0 and "warning: " in error and "llama.cpp splits 3 of " in error
     assert "llama.cpp splits 3 of " in json.loads((out / "vlmcompress.json").read_text())["warnings"][-1]
-    code, said, _ = run(capsys, "doctor", out)
-    assert code == 0 and "llama.cpp splits 3 of " in said
+    code, output, _ = run(capsys, "doctor", out)
+    assert code == 0 and "llama.cpp splits 3 of " in output
     changed(out, words)
-    code, said, _ = run(capsys, "doctor", out)
-    assert code == 2 and "PROBLEM  tokenizer" in said and "PROBLEM  files" in said
+    code, output, _ = run(capsys, "doctor", out)
+    assert code == 2 and "PROBLEM  tokenizer" in output and "PROBLEM  files" in output
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):

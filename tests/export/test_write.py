@@ -57,7 +57,7 @@ def test_every_tensor_is_copied_or_replaced(source, out):
     for module, values in parts.quantized.items():
         prefix = names[f"{module}.weight"].removesuffix("weight")
         del expected[f"{prefix}weight"]
-        expected |= {prefix + name: tensor for name, tensor in compressed_tensors.tensors(*values).items()}
+        expected |= {prefix + name: tensor for name, tensor in compressed_tensors.FORMAT.tensors(*values).items()}
     got = load(out)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) and got[name].dtype == expected[name].dtype for name in got)
@@ -88,7 +88,7 @@ def test_names_that_an_engine_does_not_find_are_corrected(tmp_path, family):
             shard_size="300KB",
         )
     expected, got = load(tmp_path / "hub-out"), load(tmp_path / "saved-out")
-    drafts = models.draft_tensors(models.REGISTRY.get(family).SPEC, expected)  # transformers saves none
+    drafts = models.mtp_tensors(models.REGISTRY.get(family).SPEC, expected)  # transformers saves none
     expected = {name: value for name, value in expected.items() if name not in drafts}
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
     index = json.loads((tmp_path / "saved-out" / model_folder.INDEX).read_text())
@@ -131,7 +131,7 @@ def test_config_and_other_files(source, out):
     checkpoint.write(parts, out)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     assert list(new) == [*old, "quantization_config"]
-    assert new.pop("quantization_config") == compressed_tensors.configs(parts.layers)["config.json"]
+    assert new.pop("quantization_config") == compressed_tensors.FORMAT.configs(parts.layers)["config.json"]
     assert new == old
     for name in ("tokenizer.json", "chat_template.jinja", "processor_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()

@@ -152,6 +152,6 @@ def called(script: Path, *arguments: str, **environment: str) -> tuple[str, list
         ["sh", str(script), *arguments], env=path | environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{shlex.join(arguments)}: {done.stderr}"
-    said, _, variables = done.stdout.partition("\0\n")
-    program, *flags = said.split("\0")
+    output, _, variables = done.stdout.partition("\0\n")
+    program, *flags = output.split("\0")
     return program, flags, dict(line.split("=", 1) for line in variables.split("\0") if "=" in line)

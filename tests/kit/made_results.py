@@ -157,9 +157,7 @@ def make_bench(speed: float = 1.3) -> Bench:
     memory = {
         side: Memory(
             weight_bytes=weights,
-            kv_bytes_per_token=2048,
-            kv_bytes_per_request=180_000,
-            kv_cache_bytes=4_000_000_000,
+            kv_cache_tokens=1_953_125,
             max_concurrency=22_222.0,
         )
         for side, weights in (("baseline", 7_140_000), ("candidate", 3_650_000))

@@ -50,11 +50,11 @@ def film(file: Path, frames: int, fps: float = 8.0) -> Path:
     return file
 
 
-def refused(call: Callable, *says: str) -> None:
+def refused(call: Callable, *expected: str) -> None:
     """`call` raises a `UserError` of one line that contains all of `says`."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message
-    for text in says:
+    for text in expected:
         assert text in message, message

@@ -69,10 +69,10 @@ def parts(
     return checkpoint.Checkpoint(
         original=folder,
         files=folder,
-        tensors=checkpoint.plan_tensors(source, compressed_tensors, schemes, changed, kv_scales),
+        tensors=checkpoint.plan_tensors(source, compressed_tensors.FORMAT, schemes, changed, kv_scales),
         quantized=quantized,
         shapes={name: tuple(weight.q.shape) for name, (weight, *_) in quantized.items()},
-        exporter=compressed_tensors,
+        exporter=compressed_tensors.FORMAT,
         layers=describe_layers(
             schemes,
             model,

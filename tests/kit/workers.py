@@ -37,5 +37,5 @@ def alone(*arguments: str) -> None:
 
 def ended(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each worker."""
-    said = [worker.communicate(timeout=300) for worker in workers]
-    return [(worker.returncode, *text) for worker, text in zip(workers, said, strict=True)]
+    output = [worker.communicate(timeout=300) for worker in workers]
+    return [(worker.returncode, *text) for worker, text in zip(workers, output, strict=True)]

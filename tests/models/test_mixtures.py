@@ -41,7 +41,7 @@ def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
         assert planned.bytes_after == sum(entry.spec.nbytes for entry in models.stored_tensors(out).values())
         assert all(finding.ok for finding in diagnose(out, source))
     first, second = (load_file(out / "model.safetensors") for out in outs)
-    heads = models.draft_tensors(models.REGISTRY.get(mixture).SPEC, first)  # transformers saves none
+    heads = models.mtp_tensors(models.REGISTRY.get(mixture).SPEC, first)  # transformers saves none
     assert first.keys() - second.keys() == set(heads) and not second.keys() - first.keys()
     assert all(value.equal(first[name]) for name, value in second.items())
     _computes(outs[0], sources[0])

@@ -74,7 +74,7 @@ def test_disk_names_are_where_the_values_come_from(family, named, loaded):
     for hub_names in (True, False):
         folder, meta_model, spec, names = named(family, hub_names)
         tensors = {name: read_tensor(entry) for name, entry in models.stored_tensors(folder).items()}
-        assert sorted([*names.values(), *models.draft_tensors(spec, tensors)]) == sorted(tensors)
+        assert sorted([*names.values(), *models.mtp_tensors(spec, tensors)]) == sorted(tensors)
         assert set(state) - set(names) <= set(models.tied_names(meta_model))
         assert all(torch.equal(state[memory], tensors[disk]) for memory, disk in names.items())
 

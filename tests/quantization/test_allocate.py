@@ -112,7 +112,7 @@ def test_a_budget_allocated_without_answers_is_reported(world, capsys):
         "hold no gradients, so bits .*; calibrate again with --needs .*gradient",
         "sample has an answer, so",
     )
-    for statistics, by, says in (
+    for statistics, by, message in (
         (collected, "error", None),
         (uninformed, "error", lacking),
         (mute, "error", silence),
@@ -120,8 +120,8 @@ def test_a_budget_allocated_without_answers_is_reported(world, capsys):
     ):
         work = make_plan(recipe(world, None, {"budget": 3.9, "by": by}))
         _, facts = allocate.decide(work, statistics, silent)
-        said = capsys.readouterr().err
-        assert re.search(says, said) if says else not said
+        output = capsys.readouterr().err
+        assert re.search(message, output) if message else not output
         assert facts["unit"] == ("nats" if statistics is collected else "relative squared output error")
 
 

@@ -96,11 +96,11 @@ def test_a_worker_that_dies(world, tmp_path):
     while not list(tmp_path.glob(".out.work/layer-0000.safetensors")) and time.monotonic() < until:
         time.sleep(0.005)
     workers[1].send_signal(signal.SIGKILL)
-    (code, said, err), (killed, _, _) = ended(workers)
+    (code, output, err), (killed, _, _) = ended(workers)
     assert killed == -signal.SIGKILL
     if code:  # it may have been past the last block
         lines = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert code == 2 and len(lines) == 1 and "another worker" in lines[0] and not said and not out.exists()
+        assert code == 2 and len(lines) == 1 and "another worker" in lines[0] and not output and not out.exists()
         assert "Traceback" not in err
     assert cli.main(call if code else ["check", str(world / "model"), "--scheme", "gptq"]) == 0
     assert out.exists()

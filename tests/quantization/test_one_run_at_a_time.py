@@ -78,8 +78,8 @@ def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) 
     while not (tmp_path / ".out.lock").exists() and first.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
     second = subprocess.run([forks.python(*forks.OURS), "-m", "vlmcompress", *call, "--samples", "4"], **PIPES)
-    said = first.communicate(timeout=120)
-    assert first.returncode == 0, said
+    printed = first.communicate(timeout=120)
+    assert first.returncode == 0, printed
     assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
     # If the first was done by then, the second says that OUT exists.
     assert "another run, process " in second.stderr or "exists" in second.stderr
@@ -124,8 +124,8 @@ def test_workers_are_refused_together(world: Path, tmp_path: Path) -> None:
 
 
 def ended_soon(workers: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    said = [worker.communicate(timeout=120) for worker in workers]
-    return [(worker.returncode, *text) for worker, text in zip(workers, said, strict=True)]
+    printed = [worker.communicate(timeout=120) for worker in workers]
+    return [(worker.returncode, *text) for worker, text in zip(workers, printed, strict=True)]
 
 
 def test_without_locks_no_file_of_another_run_is_read(world: Path, tmp_path: Path, monkeypatch) -> None:

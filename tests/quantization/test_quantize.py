@@ -207,7 +207,7 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     while not list(tmp_path.glob(".out.work/layer-0000*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal_number)
-    _, said = process.communicate(timeout=60)
+    _, line = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.fail("the run ended before it could be killed")
     with locks.held(folders.staging_path(out, "lock"), "waiting", wait=True):  # the program's fork ends a little later
@@ -216,8 +216,8 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     if signal_number != signal.SIGKILL:
         assert (
             process.returncode == 128 + signal_number
-            and "the same command goes on from here" in said
-            and "Traceback" not in said
+            and "the same command goes on from here" in line
+            and "Traceback" not in line
         )
     assert cli.main(command) == 0
     assert not [check for check in doctor.diagnose(out) if not check.ok]
@@ -348,21 +348,21 @@ def test_skipped_layers_stay(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "line"),
     [
         ("model.language_model.layers.1.mlp.up_proj", "up_proj: the weight holds NaN"),
         ("model.vision_tower.vision_model.encoder.layers.1.mlp.fc1", "fc1.weight' holds NaN"),
         ("embed_tokens", "embed_tokens: the weight holds NaN"),
     ],
 )
-def test_weights_that_are_no_numbers(world, tmp_path, broken, said):
+def test_weights_that_are_no_numbers(world, tmp_path, broken, line):
     """Without data a weight is read once, when it is rounded or copied, and nothing is written where it holds NaN."""
     model = tiny.build("llava", tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = next(name for name in tensors if name.endswith(".".join(broken.split(".")[-3:]) + ".weight"))
     tensors[name][-1, -1] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=line):
         quantize(
             resolve({"model": str(model), "out": str(tmp_path / "out"), "scheme": "fp8", "embeddings": "w8a16"}).recipe
         )

@@ -78,8 +78,8 @@ def test_quantized_rotated_models_answer(scheme, model, samples, tmp_path):
 def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
     """They serve recipes of the same rotation, and no others; widths of groups are chosen from them, too."""
     done = calibrate(recipe(model, tmp_path / "stats", samples))
-    said = verb.result(done.out, str(model), done.manifest, 1.0)
-    assert follow(said["next"], samples, tmp_path) == ["quantize"]
+    output = verb.result(done.out, str(model), done.manifest, 1.0)
+    assert follow(output["next"], samples, tmp_path) == ["quantize"]
     assert [path.name for path in tmp_path.iterdir()] == ["stats"]
     stats = {"calibrate": {"stats": str(tmp_path / "stats")}, "scheme": "gptq"}
     quantize(recipe(model, tmp_path / "out", **stats, bits={"budget": 5.0}))
@@ -120,8 +120,8 @@ def test_bad_input_is_one_line(line, model, tmp_path, capsys):
         code = cli.main([*arguments, *rotated, *BAD[line]])
     except SystemExit as stopped:  # of argparse
         code = stopped.code
-    said = capsys.readouterr().err
-    assert code == 2 and line in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert code == 2 and line in output and "Traceback" not in output
     assert not list(tmp_path.iterdir())
 
 

@@ -157,5 +157,5 @@ def test_the_stored_type_is_found(config, stored, name):
     specs = [Spec(dtype, (4, rows)) for dtype, rows in stored.items()]
     kind = FloatType.of(config, specs)
     assert kind.name == name and FloatType.of(config, specs, "bfloat16").name == "bfloat16"
-    said = kind.config(config)
-    assert FloatType.of(said, []).name == name and said.keys() - config.keys() <= {"dtype"}
+    output = kind.config(config)
+    assert FloatType.of(output, []).name == name and output.keys() - config.keys() <= {"dtype"}

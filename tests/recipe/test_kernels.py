@@ -40,7 +40,7 @@ def test_kernels_are_those_that_vllm_picks(answers, name):
     target = targets.get_target(name)
     for key in FORMATS:
         picked = ours(answers, name, key)
-        if key in target.refused:
+        if key in target.no_kernel:
             assert (key, machine_of(target)) in FAIL or not any(picked.values()), f"{key}: vLLM runs it in {picked}"
             continue
         words = {word and word.removesuffix(" (16 bits)") for word in picked.values()}
@@ -73,7 +73,7 @@ def test_the_workaround_for_the_int8_kernel(answers):
 def test_every_format_of_a_target_is_covered():
     for name in NAMES:
         target = targets.get_target(name)
-        assert {*target.kernels, *target.refused, *target.weight_only} - {"bf16"} == set(FORMATS)
+        assert {*target.kernels, *target.no_kernel, *target.weight_only} - {"bf16"} == set(FORMATS)
 
 
 def test_formats_are_what_they_are_called():

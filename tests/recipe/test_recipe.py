@@ -98,9 +98,9 @@ def test_a_preset_means_what_it_means_there(name, capsys):
                 assert getattr(mine, key) == getattr(their, key), key
     assert getattr(recipe.options, "mixed", False) is False
     small = resolve(BASE | {"scheme": name.lower()}).recipe
-    said = "is compressed-tensors' preset" in capsys.readouterr().err
+    output = "is compressed-tensors' preset" in capsys.readouterr().err
     assert (
-        said
+        output
         == ((small.scheme, small.options) != (recipe.scheme, recipe.options))
         == (name in ("FP8", "NVFP4", "W8A16"))
     )

@@ -38,13 +38,13 @@ def test_default_schemes_exist_and_run(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_refusals_name_a_scheme_that_runs(name):
     target = targets.get_target(name)
-    reasons = {**target.refused, **target.weight_only}
+    reasons = {**target.no_kernel, **target.weight_only}
     for reason in reasons.values():
         assert "use " in reason or "set options" in reason, reason
     for key in ("w4a16", "w8a16", "wNa16", "w8a8-int", "w8a8-fp", "w8a8-fp-static", "w4a8-int", "w4a4-fp", "w4a16-fp"):
         assert target.format_problem(key) == (f"{target.title} {reasons[key]}" if key in reasons else None)
-        assert (target.kernel(key) is None) == (key in target.refused)
-    assert not set(target.kernels) & set(target.refused)
+        assert (target.kernel(key) is None) == (key in target.no_kernel)
+    assert not set(target.kernels) & set(target.no_kernel)
     assert set(target.weight_only) <= set(target.kernels)
 
 

@@ -124,10 +124,10 @@ def test_wheels_are_fetched_for_another_python_and_found_there(index: Path, tmp_
     wheels.unpack(folder, site, "cp312")
     code = "import pydantic, pydantic_core; print(pydantic.__file__, pydantic_core.tag)"
     environment = os.environ | {"PYTHONPATH": str(site)}
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert said.split() == [str(site / "pydantic" / "__init__.py"), core.name.split("-", 2)[2].removesuffix(".whl")]
+    assert printed.split() == [str(site / "pydantic" / "__init__.py"), core.name.split("-", 2)[2].removesuffix(".whl")]
 
 
 def test_wheels_that_can_not_be_used_are_one_line(index: Path, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from gpu import __main__ as check
-from gpu import driver, machine, part, record, steps, table
-from gpu.engine import answers, kernels, probe
+from gpu import driver, machine, record, steps, table
+from gpu.engine import kernels, probe
 
 DOOR = ROOT / "scripts" / "gpu_check"
 PARTS = '''
@@ -33,11 +33,11 @@ def run(place, what):
         (place.work / "pid").write_text(str(os.getpid()))
         time.sleep(600)
     if what == "raises":
-        raise ValueError("seven is right out")
+        raise ValueError("no such kernel")
     if what == "finds":
         raise Failed("first line\\nthe kernel is another", {"kernel": "Other"})
     if what == "skips":
-        raise Skipped("it has no hands")
+        raise Skipped("no GPU")
     if what == "dies":
         sys.stderr.write("about to die\\n")
         sys.stderr.flush()
@@ -88,10 +88,10 @@ def test_every_outcome_of_a_part_is_recorded_and_the_others_run(place: Path) -> 
     assert ends == {"fine": "passed", "raises": "failed", "finds": "failed", "skips": "skipped", "dies": "failed",
                     "last": "passed"}  # fmt: skip
     assert parts["made/fine"]["result"] == {"what": "fine"}
-    assert parts["made/raises"]["error"][-1] == "ValueError: seven is right out"
+    assert parts["made/raises"]["error"][-1] == "ValueError: no such kernel"
     assert parts["made/finds"]["error"] == ["first line", "the kernel is another"]
     assert parts["made/finds"]["result"] == {"kernel": "Other"}
-    assert parts["made/skips"]["reason"] == "it has no hands"
+    assert parts["made/skips"]["reason"] == "no GPU"
     assert parts["made/dies"]["error"] == ["its process ended with exit code 9", "about to die"]
 
 
@@ -171,69 +171,29 @@ def test_a_skipped_part_replaces_none_that_ran(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"parts": {}}', '{"schema": 2, "parts": {}}',
-                                     '{"schema": 1, "parts": {"a/b": {"status": "fine"}}}', "\xff\xfe"])  # fmt: skip
+@pytest.mark.parametrize("content", ["{", '{"schema": 2, "parts": {}}', "\xff\xfe"])
 def test_a_broken_file_of_results_is_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "gpu.json"
     file.write_bytes(content.encode("latin-1"))
-    for arguments in (["--list"], ["--render"], []):
-        done = door("--results", file, "--work", tmp_path / "work", *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {file}") and len(done.stderr.splitlines()) == 1
+    done = door("--results", file, "--work", tmp_path / "work", "--render")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {file}") and len(done.stderr.splitlines()) == 1
     assert file.read_bytes() == content.encode("latin-1")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--tiny"], "--tiny needs --results FILE"),
         (["--tiny", "--results", str(ROOT / "eval" / "gpu.json")], "--tiny can't write eval/gpu.json"),
         (["--only", "kernel"], "there is no step 'kernel'"),
-        (["--limit", "0"], "--limit 0 should be minutes above 0"),
         (["--python", "/no/such/python", "--tiny", "--only", "environment", "--results", "RESULTS"], "/no/such/python"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     arguments = [word.replace("RESULTS", str(tmp_path / "found.json")) for word in arguments]
     done = door("--work", tmp_path, *arguments)
-    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_the_list_names_every_part_and_its_state(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    record.write(file, {"kernels/qwen3-vl-8b": {"status": "failed"},
-                        "humming/2-bit": {"status": "skipped", "reason": "no hands"}})  # fmt: skip
-    listed = door("--list", "--results", file).stdout
-    for step in steps.STEPS:
-        assert re.search(rf"^{re.escape(step.name)} .*{re.escape(step.proves)}$", listed, re.MULTILINE)
-    assert len(re.findall(r"to do$", listed, re.MULTILINE)) == len(steps.names(steps.STEPS)) - 2
-    assert "skipped: no hands" in listed and "min  failed" in listed
-    some = door("--list", "--results", file, "--only", "humming", "serve/awq").stdout
-    assert re.findall(r"^    (\S+)", some, re.MULTILINE) == ["2-bit", "3-bit", "awq"]
-
-
-def test_the_steps_fit_their_time() -> None:
-    assert sum(step.minutes for step in steps.of_tier("bare") if step.name != "quantize") <= steps.BARE_LIMIT + 1
-    assert sum(step.minutes for step in steps.of_tier("engine")) <= 30
-    assert all(part.minutes < 9 for step in steps.STEPS for part in step.parts)
-    assert all(step.limit < 600 for step in steps.STEPS if not step.fetches)
-    assert len(set(steps.names(steps.STEPS))) == len(steps.names(steps.STEPS))
-    for step in steps.STEPS:
-        assert (ROOT / "scripts" / step.module.partition(":")[0].replace(".", "/")).with_suffix(".py").is_file()
-
-
-def test_tiers_share_out_the_parts() -> None:
-    bare, engine = ({*steps.names(steps.of_tier(tier))} for tier in ("bare", "engine"))
-    assert bare | engine | {"setup/venv"} == {*steps.names(steps.STEPS)} and not bare & engine
-    assert {"equal/quantizers", "layers/qwen3-vl-8b", "tests/pure"} <= bare
-    assert {"kernels/qwen3-vl-8b", "tests/engines-1-3", "serve/awq"} <= engine
-    assert check.chosen(["tests"], "bare")[0].parts == steps.of_tier("bare")[-2].parts
-
-
-def test_an_empty_state_is_reported(tmp_path: Path) -> None:
-    assert door("--render", "--results", tmp_path / "none.json").stdout.strip() == table.EMPTY
-    skipped = {name: {"status": "skipped", "reason": "no GPU"} for name in steps.names(steps.STEPS)}
-    assert table.render(skipped) == table.EMPTY
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_docs_have_the_table_of_the_results() -> None:
@@ -242,31 +202,6 @@ def test_the_docs_have_the_table_of_the_results() -> None:
     assert section.strip() == table.render(record.read(check.RESULTS)), (
         "put scripts/gpu_check --render into docs/gpu.md"
     )
-
-
-def test_the_table_shows_what_was_found() -> None:
-    quantized = {"seconds": 71.4, "phases": {"loading": 20.2, "writing": 9.0, "rest": 0.2}, "samples": 64, "layers": 28,
-                 "gb_before": 16.6, "gb_after": 5.9, "gpu_gb": 21.3, "host_gb": 30.0}  # fmt: skip
-    kernel = {"target": "h200", "schemes": {"awq": {"expected": "Machete, else Humming", "kernels": {
-        "MacheteLinearKernel": ["a"], "MarlinLinearKernel": ["b"]}}, "int8": {"refused": "no"}}}  # fmt: skip
-    served = {"shape": "q", "scheme": "awq", "kept": {"full": {
-        "visual_tokens": 1024, "ttft_ms": 40.1, "requests_per_second": 9.5, "load_ttft_p50_ms": 80, "load_ttft_p99_ms": 99,
-        "fits": 64.0}}}  # fmt: skip
-    parts = {
-        "quantize/qwen2.5-vl-7b-awq": {"status": "passed", "seconds": 80, "result": quantized},
-        "kernels/qwen2.5-vl-7b": {"status": "failed", "seconds": 60, "error": ["awq: runs in Marlin"], "result": kernel},
-        "serve/awq": {"status": "passed", "seconds": 60, "result": served},
-        "kv-cache/fp8": {"status": "skipped", "seconds": 0, "reason": "no"},
-    }  # fmt: skip
-    text = table.render(parts)
-    row = "| qwen2.5-vl-7b-awq | 28 | 64 | 71 | loading 20, writing 9 | 21.3 GB | 30.0 GB | 16.6 GB -> 5.9 GB |"
-    assert row in text
-    assert "| awq | Machete, else Humming | MacheteLinearKernel, MarlinLinearKernel | – |" in text
-    assert "| int8 | refused | refused | – |" in text
-    assert "| awq, full | 1024 | 40 ms | 9.50 | 80 ms | 99 ms | 64.0 |" in text
-    assert "* **kernels/qwen2.5-vl-7b** failed: awq: runs in Marlin" in text
-    assert re.search(r"^\| kv-cache \|.*\| 0\.0 \| 1 skipped \|$", text, re.MULTILINE)
-    assert re.search(r"^\| kernels \|.*\| 1\.0 \| 1 \*\*failed\*\*, 1 not run \|$", text, re.MULTILINE)
 
 
 def test_kernels_are_read_from_vllms_log() -> None:
@@ -289,14 +224,9 @@ INFO 11-22 [x.py:1] Using max model len 1024"""
     ("expected", "kernel", "fits"),
     [
         ("Machete, else Humming", "MacheteLinearKernel", True),
-        ("Machete, else Humming", "HummingLinearKernel", True),
         ("Machete, else Humming", "MarlinLinearKernel", False),
-        ("Marlin", "MarlinLinearKernel", True),
         ("CUTLASS FP8", "CutlassFP8ScaledMMLinearKernel", True),
-        ("CUTLASS FP8", "FlashInferFP8ScaledMMLinearKernel", False),
         ("CUTLASS FP8", "CutlassFp8BlockScaledMMKernel", False),
-        ("CUTLASS INT8", "CutlassInt8ScaledMMLinearKernel", True),
-        ("CUTLASS INT8", "TritonInt8ScaledMMLinearKernel", False),
     ],
 )
 def test_a_kernel_is_compared_with_the_targets_table(expected: str, kernel: str, fits: bool) -> None:
@@ -327,12 +257,6 @@ def test_classes_of_kernels_exist_in_vllm() -> None:
         assert any(re.fullmatch(pattern, name) for name in classes), word
 
 
-def test_a_checkpoint_that_does_not_load_is_wrong() -> None:
-    error = {"logged": {}, "backends": [], "error": ["ValueError: no kernel"]}
-    assert kernels.judged("w4a16", "Marlin", error)["wrong"] == ["vLLM does not load it: ValueError: no kernel"]
-    assert "wrong" in kernels.judged("w4a16", "Marlin", {"logged": {}, "layers": {}})
-
-
 def test_a_gpu_has_a_target() -> None:
     from vlmcompress.recipe import targets
 
@@ -345,16 +269,6 @@ def test_a_gpu_has_a_target() -> None:
         ",".join(targets_of) == "h200,h100,a100,a100-40gb,rtx4090,l40s,b200,gb200,a10g,rtx5090,jetson-thor,jetson-orin"
     )
     assert set(targets_of) <= targets.TARGETS.keys()
-
-
-def test_first_tokens_are_compared_by_token() -> None:
-    assert answers.apart([{"0": -1.0, "2": -3.0}], [[-1.5, 0.0, -3.25]]) == pytest.approx(0.375)
-    assert answers.between([{"0": -1.0, "2": -3.0}], [{"2": -2.0, "5": 0.0}]) == pytest.approx(1.0)
-    assert answers.between([{"0": -1.0}], [{"2": -2.0}]) == float("inf")
-
-
-def test_the_last_lines_of_a_log() -> None:
-    assert part.last_lines("a\n\n b \n" + "c" * 500, 2) == ["b", "c" * 300]
 
 
 TINY = {

@@ -56,8 +56,8 @@ def test_weights_are_those_of_one_worker(world, tmp_path):
     )
     (code, out, err), (other, silent, nothing) = ended(start(*asked(world, tmp_path / "two", *extra)))
     assert (code, other) == (0, 0), err + nothing
-    said = json.loads(out)["recovery"]
-    assert said["changed"] and not silent and not nothing.strip()
+    output = json.loads(out)["recovery"]
+    assert output["changed"] and not silent and not nothing.strip()
     alone(*asked(world, tmp_path / "one", *extra))
     single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     source = load_file(world / "model" / "model.safetensors")
@@ -147,10 +147,10 @@ def test_a_worker_that_dies(world, tmp_path):
     while not state.exists() and workers[0].poll() is None and time.monotonic() < until:
         time.sleep(0.002)
     workers[1].send_signal(signal.SIGKILL)
-    (code, said, err), (killed, _, _) = ended(workers)
+    (code, output, err), (killed, _, _) = ended(workers)
     assert (code, killed) == (2, -signal.SIGKILL), err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "another worker" in lines[0] and "Traceback" not in err and not said
+    assert len(lines) == 1 and "another worker" in lines[0] and "Traceback" not in err and not output
     assert not (tmp_path / "out").exists()
     teacher = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.work").glob("teacher-*")}
     assert len(teacher) == 2

@@ -126,18 +126,13 @@ def test_special_files_are_no_weights(tmp_path):
         read_entries(tmp_path / "model.safetensors")
 
 
-def test_a_header_is_read_once_and_bounded(tmp_path, tensors):
+def test_a_header_is_read_once(tmp_path, tensors):
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     before = read_entries(path)
     assert all(a is b for a, b in zip(before, read_entries(path), strict=True))
     save_file({"a": tensors["b.bf16"]}, path)
     assert [entry.name for entry in read_entries(path)] == ["a"]
-    empty = '"dtype":"U8","shape":[0],"data_offsets":[0,0]'
-    header = ("{" + ",".join(f'"{number}":{{{empty}}}' for number in range(500_001)) + "}").encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(UserError, match="has 500,001 tensors, more than 500,000"):
-        read_entries(path)
 
 
 def test_split_fills_in_order():

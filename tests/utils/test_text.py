@@ -33,20 +33,20 @@ def test_sizes_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "expected"),
     [(7_119_872, 3_627_456, "1.96x smaller"), (100, 100, "1.00x smaller"), (100, 105, "1.05x larger")],
 )
-def test_reductions_of_size_in_words(before: int, after: int, said: str) -> None:
-    assert text.smaller(before, after) == said
+def test_reductions_of_size_in_words(before: int, after: int, expected: str) -> None:
+    assert text.smaller(before, after) == expected
 
 
 def test_points_have_no_negative_zero() -> None:
     assert [text.points(x) for x in (-0.013, 0.013, -0.0001, 0.0)] == ["-1.3", "+1.3", "0.0", "0.0"]
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(8.2, "8 s"), (185, "3:05 min"), (7800, "2:10 h")])
-def test_duration(seconds: float, said: str) -> None:
-    assert text.duration(seconds) == said
+@pytest.mark.parametrize(("seconds", "expected"), [(8.2, "8 s"), (185, "3:05 min"), (7800, "2:10 h")])
+def test_duration(seconds: float, expected: str) -> None:
+    assert text.duration(seconds) == expected
 
 
 def test_table() -> None:

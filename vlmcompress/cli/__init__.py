@@ -79,6 +79,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if verb in RETIRED and verb not in VERBS:
         raise UserError(f"there is no verb '{verb}' any more; type {RETIRED[verb]}")
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what can follow, and gets no answer but names
+        import argcomplete
+
+        typed = (word for word in os.environ["COMP_LINE"].split()[1:] if not word.startswith("-"))
+        argcomplete.autocomplete(_parser(next(typed, None))[0])
     extra: list[str] = []
     if "--" in arguments and verb is not None and verb in VERBS and getattr(VERBS.get(verb), "PASSES_ON", False):
         cut = arguments.index("--")
@@ -144,6 +149,9 @@ def _main(argv: list[str] | None) -> int:
     began = time.monotonic()  # before libraries are imported, which can take most of a short run
     words = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in words, "--debug" in words
+    # Threads that wait for others sleep. By default OpenMP's spin, which on a busy machine takes four times as long, and on a
+    # quiet one no less. It is read when torch is loaded, and by engines' processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = argparse.Namespace()
     try:
         distributed.rank()  # raises for an environment without a valid rank

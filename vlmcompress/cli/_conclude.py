@@ -10,7 +10,7 @@ from vlmcompress.cli._outcome import GATE, OK, UNDECIDED, Outcome
 from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.report.files import require_replaceable_report, write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.report.text import tables
 from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, join_results, load_results
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import user_errors
@@ -64,7 +64,7 @@ def conclude(
     code = EXIT[results.gate.verdict] if gate and results.gate else OK
     data = {"ok": code == OK, **results.to_dict(pictures=False), "files": {kind: str(p) for kind, p in files.items()}}
     findings = Findings(results)
-    lines = [accuracy_tables(findings), "", *findings.headline]
+    lines = [tables(findings), "", *findings.headline]
     if files:
         lines.append(f"Report: {files['html']}")
     return code, data, "\n".join(lines)

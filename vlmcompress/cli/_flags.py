@@ -380,6 +380,7 @@ def judging(parser: argparse.ArgumentParser) -> None:
 
 def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe values of the given flags, nested; falsy values are kept. `UserError`: as in `read_model_config`."""
+    from vlmcompress.utils import hub
     from vlmcompress.utils.settings import assign
 
     values: dict[str, Any] = {}
@@ -393,29 +394,14 @@ def recipe_values(args: argparse.Namespace) -> dict[str, Any]:
             into[last] = value[0] if isinstance(value, list) and len(value) == 1 else value
     for setting in args.set:
         assign(values, setting)
+    if not isinstance(calibrate := values.get("calibrate", {}), dict):
+        raise UserError(f"--set calibrate is {calibrate!r}; set keys of it, like calibrate.samples=64")
     for key in ("data", "text"):
-        require_data(values.get("calibrate", {}).get(key))
+        if isinstance(source := calibrate.get(key), str):
+            hub.require_data(source)
     if isinstance(path := values.get("model"), str):
         read_model_config(path)
     return values
-
-
-def require_data(name: str | None, *, answered: bool = False) -> None:
-    """Raise `UserError` for data that don't exist, before libraries are imported; ids of the Hub pass, and no data.
-
-    Args:
-        answered: they must have answers, which a folder of images has not.
-    """
-    from vlmcompress.utils import hub
-
-    if name is None or hub.parse_repository(name, "dataset") is not None:
-        return
-    path, remedy = Path(name), "a .jsonl or .parquet file with answers, or a data set"
-    if answered and path.is_dir() and not any((path / file).is_file() for file in hub.SAVED):
-        raise UserError(f"{path} is a folder of images, which have no answers; give {remedy}")
-    if not path.exists():
-        remedy = remedy if answered else "a folder of images, a .jsonl or .parquet file, or a data set"
-        raise UserError(f"{path} does not exist; give {remedy}")
 
 
 def training_recipe(values: Mapping[str, Any], training: Any) -> Recipe:

@@ -42,8 +42,6 @@ def options(parser: Parser) -> None:
         "--slo", metavar="LIMITS", help="limits for goodput in milliseconds, e.g. ttft=200,tpot=50,e2e=2000"
     )
     parser.add_argument("--no-warm", action="store_true", help="skip runs with warm caches")
-    parser.add_argument("--no-offline", action="store_true", help="skip runs of the engine without a server")
-    parser.add_argument("--resident", action="store_true", help="keep both servers up; needs memory for both")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     _flags.speculation(parser, "OUT drafts tokens", baseline=True)
     parser.add_argument("--seed", default=0, metavar="S", help="of generated images, their order and arrivals")
@@ -60,7 +58,6 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.speed import runs
     from vlmcompress.evaluation.speed.measure import parse_slo
-    from vlmcompress.evaluation.speed.text import speed_text
 
     gate = gates.choose_gate(args.gate)
     require_report_folder(args.report, lambda: _sides(args), overwrite=args.overwrite)
@@ -76,17 +73,13 @@ def run(args: argparse.Namespace) -> Outcome:
             repeats=args.repeats,
             slo=parse_slo(args.slo),
             warm=not args.no_warm,
-            offline=not args.no_offline,
-            resident=args.resident,
             max_model_len=args.max_model_len,
             speculative={"candidate": _flags.drafting(args, args.out), "baseline": args.baseline_speculative_config},
             flags=args.extra,  # of `vllm serve`
             seed=args.seed,
             progress=progress,
         )
-    code, data, conclusion = conclude(results, gate, args.report, overwrite=args.overwrite)
-    assert results.bench is not None
-    return code, data, f"{speed_text(results.bench)}\n\n{conclusion}"
+    return conclude(results, gate, args.report, overwrite=args.overwrite)
 
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:

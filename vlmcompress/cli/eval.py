@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import Outcome
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
 
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
     sides.require_side(args.out, args.engine)
     sides.require_side(args.baseline or args.out, args.baseline_engine or args.engine)
-    _flags.require_data(args.data, answered=True)
+    if args.data is not None:
+        hub.require_data(args.data, answered=not args.suite)  # a suite's local copy may be a folder
     from vlmcompress.cli._conclude import conclude, require_report_folder
     from vlmcompress.evaluation.accuracy import gate as gates
     from vlmcompress.evaluation.report.files import JOURNAL

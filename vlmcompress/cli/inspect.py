@@ -19,7 +19,7 @@ PLACE = 13
 
 def options(parser: argparse.ArgumentParser) -> None:
     _flags.model(parser)
-    parser.add_argument("--image", metavar="FILE", action="append", required=True, help="may be repeated")
+    parser.add_argument("image", metavar="IMAGE", nargs="+", help="a file; several are the images of one prompt")
     parser.add_argument(
         "--question", metavar="Q", default="", help="text after the images; query-aware methods need it"
     )
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UserError(f"--reduce {reducer}: {reason}")
         if "query" in reducer.reducer.NEEDS and not args.question.strip():
             raise UserError(f"--reduce {reducer}: '{reducer.method}' is query-aware; add --question")
-    images = [open_image(Path(name), "--image") for name in args.image]
+    images = [open_image(Path(name), "inspect") for name in args.image]
     vlm = load(model)
     inputs = encode_prompt(Sample("prompt", images, args.question, origin="the prompt"), vlm)
     layouts = [vlm.spec.layout(vlm.processor, *image.size, len(images)) for image in images]

@@ -96,6 +96,8 @@ def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) ->
 
 def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The result as data for `--json`."""
+    from vlmcompress.export.manifest import measured_text
+
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
     recipe = manifest["recipe"]
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
@@ -116,6 +118,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "devices": [] if other else manifest["devices"],
         "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
         "worst_layers": worst_layers(manifest["errors"]),
+        "measured_on": measured_text(manifest["calibration"]) if manifest["calibration"] else None,
         "kv_cache": kv_cache(manifest["kv_cache"]),
         "resize": recipe.get("resize"),
         "reduce": recipe.get("reduce"),
@@ -171,7 +174,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")
     if done["worst_layers"]:
         of_layers = errors_text({layer["layer"]: layer["error"] for layer in done["worst_layers"]})
-        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')})")
+        measured = f"; measured on {done['measured_on']}" if done["measured_on"] else ""
+        lines.append(f"  {'':<9} ({of_layers[:1].lower()}{of_layers[1:].rstrip('.')}{measured})")
     if done["kv_cache"]:
         worst = done["kv_cache"]["clipped"]["vision"]
         scales = (

@@ -155,8 +155,9 @@ def request(args: argparse.Namespace) -> SearchRequest:
         raise UserError(
             f"--images {args.images} is not a folder; name one with images like those that the model will see"
         )
-    for flag in ("data", "confirm"):
-        _flags.require_data(getattr(args, flag), answered=True)
+    for name in (args.data, args.confirm):
+        if name is not None:
+            hub.require_data(name, answered=True)
     image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))

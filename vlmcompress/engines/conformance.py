@@ -35,7 +35,7 @@ from vlmcompress import engines, models
 from vlmcompress.engines import Answer, EngineSettings, Request, first_tokens, llamacpp_server
 from vlmcompress.engines.vllm import installed, interpreter, names
 from vlmcompress.export.convert import convert
-from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.formats.compressed_tensors import FORMAT as COMPRESSED
 from vlmcompress.models.data.sources import PROMPTS, load_samples
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import json_files
@@ -133,11 +133,11 @@ def examine(
             findings.append(names.examine_tensors(folder))
             if not findings[0].ok:
                 return findings
-            method = (config.get("quantization_config") or {}).get("quant_method", compressed_tensors.FORMAT)
+            method = (config.get("quantization_config") or {}).get("quant_method", COMPRESSED.METHOD)
             reference = folder
-            if method != compressed_tensors.FORMAT:  # transformers reads that one without further packages
+            if method != COMPRESSED.METHOD:  # transformers reads that one without further packages
                 reference = Path(place, "reference")
-                convert(folder, reference, compressed_tensors.FORMAT)
+                convert(folder, reference, COMPRESSED.METHOD)
             # vLLM's CPU kernel of Gated DeltaNets computes in bfloat16 only (0.32, 0.33: `ops/cpu/gdn_attention.py`).
             exact = not config.get("quantization_config") and not (spec.mixed_blocks and installed().cpu)
         settings: dict[str, Any] = {"max_tokens": TOKENS, "logprobs": LOGPROBS, "dtype": "float32" if exact else "auto"}

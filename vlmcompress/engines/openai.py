@@ -42,11 +42,13 @@ class OpenAI(Engine):
     @classmethod
     def at(cls, address: str) -> OpenAI:
         """Make the engine for a server's address; `/v1` may be left out."""
+        import httpx
+
         try:
-            parts = urlparse(address)
-            # `port` raises for what is no number up to 65535
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
+            parts = httpx.URL(address)  # as the client reads it
+            port = 80 if parts.port is None else parts.port
+            valid = parts.scheme in ("http", "https") and bool(parts.host) and 0 < port < 65536
+        except (httpx.InvalidURL, ValueError):
             valid = False
         if not valid or any(character.isspace() for character in address):
             raise UserError(f"'{address}' is not the address of a server; write openai:http://localhost:8000")

@@ -250,7 +250,7 @@ class Suite(_Record):
 
 
 class LoadRun(_Record):
-    """One measured burst of requests against a server (`mode` "serve") or the engine itself ("offline").
+    """One measured burst of requests against a server.
 
     Lists hold one value per request (`itl_ms`: per token). `cached_tokens` and `media_hits`: prompt tokens and images from the
     server's caches. With speculative decoding, `drafts` counts steps with a draft, `drafted` their tokens, `accepted` those in
@@ -258,7 +258,7 @@ class LoadRun(_Record):
     """
 
     side: Literal["baseline", "candidate"]
-    mode: Literal["serve", "offline"]
+    mode: Literal["serve"] = "serve"
     state: State
     repeat: Count
     duration: Amount
@@ -314,13 +314,10 @@ class Ratio(_Record):
 
 
 class Memory(_Record):
-    """Memory of a side. `kv_bytes_per_request`: for a mean request of the benchmark; `max_concurrency`: how many of them
-    fit at once."""
+    """Memory of a side: bytes of weights, tokens that vLLM's KV cache holds, and how many mean requests fit into it at once."""
 
     weight_bytes: Count
-    kv_bytes_per_token: Count
-    kv_bytes_per_request: Count
-    kv_cache_bytes: Count
+    kv_cache_tokens: Count
     max_concurrency: Amount
 
 

@@ -62,7 +62,7 @@ def convert(
     model_folder.companions(source)  # raises where one cannot be copied
     written = models.written_names(stored.names, stored.spec)
     specs = {entry.name: entry.spec for entry in stored.entries}
-    if problem := models.draft_problem(stored.spec, stored.config, specs):
+    if problem := models.mtp_problem(stored.spec, stored.config, specs):
         raise UserError(problem)
     carried = reducer_block.read_reducer(stored.config)
     reducer = carried.reducer.plain() if carried else None
@@ -70,11 +70,11 @@ def convert(
     for reason in files_problems(writer, source, stored.spec.family, model_config, reducer, mmproj):
         raise UserError(reason)
     layers, tensors = _layers(stored, written, writer), written_tensors(stored, writer)
-    config = models.without_lost_draft(stored.spec, stored.spec.completed(stored.config), specs)
+    config = models.without_missing_mtp(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     config = stored.float_type.config(config)
     before, record = _record(stored, {"format": format, "mmproj": mmproj})
-    record["warnings"] = [*record["warnings"], *models.draft_dropped(stored.spec, stored.config, specs)]
+    record["warnings"] = [*record["warnings"], *models.mtp_warnings(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
         record["warnings"].append(
             "the model's type cannot represent the scales: transformers does not compute with both types, vLLM may round "

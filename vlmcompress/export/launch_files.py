@@ -63,7 +63,7 @@ def _draft(config: Mapping[str, Any]) -> str:
         spec = models.spec_for(dict(config))
     except UserError:
         return ""
-    return "mtp" if models.draft_blocks(spec, config) else ""
+    return "mtp" if models.mtp_blocks(spec, config) else ""
 
 
 def _generation(folder: Path) -> dict[str, Any]:

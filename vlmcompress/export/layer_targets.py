@@ -19,7 +19,7 @@ from torch import nn
 
 from vlmcompress.export.formats import Reader
 from vlmcompress.export.formats.compressed_tensors import group_of
-from vlmcompress.models import ModelSpec, kept_draft, kept_modules, keys_are_values, values_name
+from vlmcompress.models import ModelSpec, kept_modules, kept_mtp, keys_are_values, values_name
 from vlmcompress.models.layer_names import EMBEDDING, LM_HEAD, Layers
 from vlmcompress.numerics import Scheme
 
@@ -43,14 +43,14 @@ def describe_layers(
         model: the model, or its meta model.
         disk: memory name of a parameter -> its name in the written checkpoint.
         spec: the model's family.
-        stored: names of all tensors of the checkpoint, to find those of a draft head.
+        stored: names of all tensors of the checkpoint, to find those of an MTP head.
         kv_cache: whether there are scales of an FP8 KV cache.
     """
     quantized = {}
     for name, scheme in schemes.items():
         on_disk = disk[f"{name}.weight"].removesuffix(".weight")
         quantized[tuple(dict.fromkeys((name, on_disk, spec.engine_name(name))))] = scheme
-    kept = [*kept_modules(model, spec, set(schemes), disk), *kept_draft(spec, stored)]
+    kept = [*kept_modules(model, spec, set(schemes), disk), *kept_mtp(spec, stored)]
     embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     alone = sum(not name.startswith(spec.vision) for name in embeddings) == 1
     return Layers(targets(schemes, disk, spec, alone), kept, quantized, kv_cache)
@@ -156,7 +156,7 @@ def misnamed(
 ) -> list[tuple[str, str, str | None]]:
     """Find layers that an engine would wrongly take for quantized or unquantized, in a format without config groups.
 
-    Arguments and result as for `misread`; `reader`: the format's module.
+    Arguments and result as for `misread`; `reader`: the format.
     """
     wrong: list[tuple[str, str, str | None]] = []
     for name, scheme in layers.items():

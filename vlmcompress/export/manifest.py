@@ -39,6 +39,15 @@ def errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
     return f"{OF_OUTPUTS[:1].upper()}{OF_OUTPUTS[1:]}."
 
 
+def measured_text(calibration: Mapping[str, Any]) -> str:
+    """The samples that errors of layers were measured on, in words. `calibration`: a manifest's."""
+    held_out, count = calibration.get("held_out", 0), calibration.get("samples")
+    if held_out:
+        return f"{held_out} other sample{'s' * (held_out > 1)} of '{calibration.get('source')}'"
+    few = f"the {count} calibration samples" if count != 1 else "the one calibration sample"
+    return f"{few} of '{calibration.get('source')}', of others they are larger"
+
+
 Kind = Literal["text", "vision", "answer", "weight"]
 """The modality whose outputs an error is measured on, or `weight` for errors of the weights."""
 _ByKind = dict[Kind, Amount]
@@ -78,6 +87,7 @@ class CalibrationData(TypedDict):
     text: NotRequired[_Text | None]
     seed: NotRequired[int]
     prefix: NotRequired[str | None]
+    held_out: NotRequired[Count]  # further samples, which errors of layers were measured on
 
 
 class _Recovery(TypedDict):

@@ -62,7 +62,7 @@ class Stored(Mapping[str, Quantized]):
         path: its folder.
         config: the content of config.json.
         block: the format's config block.
-        format: the format's name; `reader` its module in `vlmcompress.export.formats`.
+        format: the format's name; `reader` reads it.
         spec: the model's family; `meta_model` the unquantized model, shapes only.
         layers: quantized linear layer (memory name) -> how it is stored.
         names: memory name of a parameter -> its name on disk; for a quantized weight, the name it would have unquantized.
@@ -114,7 +114,7 @@ class Stored(Mapping[str, Quantized]):
         spec = models.spec_for(config)
         meta_model = models.build_meta_model(path)
         entries = list(models.stored_tensors(path).values())
-        if hasattr(reader, "renamed") and not (path / MANIFEST).is_file():
+        if not (path / MANIFEST).is_file():
             entries = reader.renamed(entries, meta_model.state_dict(keep_vars=True))
         kv_scales = _kv_scales(entries, reader)
         if not kv_scales and (
@@ -243,7 +243,7 @@ class Stored(Mapping[str, Quantized]):
 
 
 def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
-    """Name and module of a config block's format. Raises `UserError` for an unsupported one."""
+    """Name and reader of a config block's format. Raises `UserError` for an unsupported one."""
     method = models.quantization_method(block)
     versions = {block[key] for key in ("checkpoint_format", "format") if block.get(key)} if method == "gptq" else set()
     if len(versions) > 1:
@@ -251,9 +251,9 @@ def _format(path: Path, block: Mapping[str, Any]) -> tuple[str, Reader]:
     if "gptq_v2" in versions:
         method = "gptq-v2"
     for name in FORMATS.names():
-        module = FORMATS.get(name)
-        if method == module.FORMAT and isinstance(module, Reader):
-            return name, module
+        format = FORMATS.get(name)
+        if method == format.METHOD and isinstance(format, Reader):
+            return name, format
     read = ", ".join([auto_round.METHOD, *FORMATS.names()])
     raise UserError(f"{path} has quantization of the unsupported kind '{method}'; supported are {read}")
 
@@ -276,13 +276,13 @@ def _layers(
     meta_model: PreTrainedModel, spec: ModelSpec, entries: list[Entry], block: Mapping[str, Any], reader: Reader
 ) -> dict[str, StoredLayer]:
     """Find the quantized linear layers, and check that their tensors exist in the right shapes."""
-    matrices, other_names = models.matrices(meta_model), getattr(reader, "OTHER_NAMES", {})
+    matrices = models.matrices(meta_model)
     by_layer: dict[str, dict[str, Entry]] = {}
     memory = models.memory_names(meta_model, [entry.name for entry in entries])
     for entry in entries:
         module, _, local = memory[entry.name].rpartition(".")
         if module in matrices:
-            local, tensors = other_names.get(local, local), by_layer.setdefault(module, {})
+            local, tensors = reader.OTHER_NAMES.get(local, local), by_layer.setdefault(module, {})
             if local in tensors:
                 raise UserError(
                     f"tensors '{tensors[local].name}' and '{entry.name}' are two names of the same tensor; remove one"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.export.formats import EngineFiles, ExportFormat
 from vlmcompress.models import load_processor, quiet_transformers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import shortened
@@ -54,14 +55,14 @@ class Comparison:
     warning: str | None = None
 
 
-def compare_tokenizers(exporter: Any, folder: Path, config: Mapping[str, Any]) -> Comparison:
+def compare_tokenizers(exporter: ExportFormat, folder: Path, config: Mapping[str, Any]) -> Comparison:
     """Compare the tokenizer of a format's engine with the model's tokenizer in a folder.
 
     Args:
-        exporter: a module of `vlmcompress.export.formats`; nothing is compared if its engines read tokenizer.json.
+        exporter: the format; nothing is compared if its engines read tokenizer.json.
         config: transformers' configuration with all defaults.
     """
-    if not hasattr(exporter, "token_ids"):
+    if not isinstance(exporter, EngineFiles):
         return Comparison()
     try:
         with quiet_transformers():

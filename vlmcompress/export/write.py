@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from vlmcompress.export import card, launch_files, manifest, tokenizers
-from vlmcompress.export.formats import ExportFormat, Parts, Writer
+from vlmcompress.export.formats import EngineFiles, ExportFormat, Parts, Writer
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import (
     Source,
@@ -31,7 +31,7 @@ from vlmcompress.models import (
     require_unquantized,
     untied,
     unwritten_names,
-    without_lost_draft,
+    without_missing_mtp,
 )
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
@@ -69,7 +69,7 @@ class Checkpoint:
         tensors: in the order in which they are written.
         quantized: linear layer (memory name) -> weight, scheme, input scale. Each is read once, when it is written.
         shapes: quantized linear layer -> its weight's shape.
-        exporter: the format that is written, a module of `vlmcompress.export.formats`; `layers`: what its config files say.
+        exporter: the format that is written; `layers`: what its config files say.
         config: config.json without the format's block.
         manifest: returns the result of `manifest.build`, once all layers have been read; files and sizes are added.
         before: bytes of the original's tensors.
@@ -131,7 +131,7 @@ def write(
         configs = checkpoint.exporter.configs(checkpoint.layers)
         block = configs.pop("config.json", None)
         config = checkpoint.config | ({"quantization_config": block} if block else {})
-        write_json(tree / "config.json", getattr(checkpoint.exporter, "model_config", dict)(config))
+        write_json(tree / "config.json", checkpoint.exporter.model_config(config))
         for name, content in {**configs, **checkpoint.extra_files}.items():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -142,8 +142,10 @@ def write(
             (tree / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, tree / place)
         with phase("writing"):
-            if hasattr(checkpoint.exporter, "write_files"):
+            if isinstance(checkpoint.exporter, EngineFiles):
                 parts = _parts(tree, checkpoint)
+                if problems := checkpoint.exporter.source_problems(tree, checkpoint.family, parts.config):
+                    raise UserError(problems[0])
                 tokens = tokenizers.compare_tokenizers(checkpoint.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
@@ -217,7 +219,7 @@ def written_config(
     config = read_config(source.path, weights=False)
     require_unquantized(source.path, config)
     names = [entry.name for entry in source.entries.values()]
-    config = {**without_lost_draft(source.spec, source.spec.completed(config), names), **(settings or {})}
+    config = {**without_missing_mtp(source.spec, source.spec.completed(config), names), **(settings or {})}
     # Unchanged tensors are copied as bytes, and config.json has to match them in types, ties and draft heads.
     config = untied(config) if source.spec.lm_head in quantized else config  # a quantized head shares no weight
     config = source.float_type.config(config)

@@ -30,7 +30,7 @@ from vlmcompress.models._read import (
     tensor_headers,
 )
 from vlmcompress.models._requirements import UNSUPPORTED, has_engine_class, has_transformers_class
-from vlmcompress.models._spec import HEAD, DraftHead, Group, LinearGroup, MlxClass, ModelSpec
+from vlmcompress.models._spec import HEAD, Group, LinearGroup, MlxClass, ModelSpec, MtpHead
 from vlmcompress.models._tokens import block_side, patch_side, tile_grid
 
 if TYPE_CHECKING:
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
         attentions,
         decoder_blocks,
         decoder_layers,
-        draft_blocks,
-        draft_dropped,
-        draft_lost,
-        draft_modules,
-        draft_problem,
-        draft_roots,
-        draft_tensors,
-        kept_draft,
         kept_modules,
+        kept_mtp,
         keys_are_values,
         layer_class,
+        missing_mtp,
         module_names,
+        mtp_blocks,
+        mtp_modules,
+        mtp_problem,
+        mtp_roots,
+        mtp_tensors,
+        mtp_warnings,
         resolve_groups,
         routers,
         tower_blocks,
         values_name,
         vision_linears,
-        without_lost_draft,
+        without_missing_mtp,
     )
     from vlmcompress.models._names import (
         disk_names,

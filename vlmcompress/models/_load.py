@@ -160,7 +160,10 @@ def open_model(
     if spec and meta_model is not None:
         names = {key: disk for key, disk in placed_names(path, meta_model)[0].items() if inside in key}
         _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})
-    return model, info | {"missing_keys": _lacking(info)}
+    return model, info | {
+        # what is computed from config.json is missing in every checkpoint
+        "missing_keys": {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}
+    }
 
 
 def _class(path: Path, content: dict[str, Any], trust_remote_code: bool) -> tuple[PreTrainedConfig, Any]:
@@ -171,11 +174,6 @@ def _class(path: Path, content: dict[str, Any], trust_remote_code: bool) -> tupl
         return config, get_class_from_dynamic_module(reference, str(path), local_files_only=True)
     config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     return config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-
-
-def _lacking(info: Mapping[str, Any]) -> set[str]:
-    """Tensors that are missing in a checkpoint, except those computed from config.json."""
-    return {key for key in info["missing_keys"] if not key.endswith(COMPUTED)}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Each format lists the 16-bit parts in its own way (`vlmcompress.export.formats`), and readers compare the entries with
 different names: in memory (transformers), on disk, or in vLLM.
 
-One such part is a draft head for speculative decoding: vLLM has a class for it, transformers drops it. It shares the model's
+One such part is an MTP head for speculative decoding: vLLM has a class for it, transformers drops it. It shares the model's
 embedding and output head and stays in 16 bits; its tensors are copied byte for byte.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress.models._spec import DraftHead, Group, LinearGroup, ModelSpec
+from vlmcompress.models._spec import Group, LinearGroup, ModelSpec, MtpHead
 from vlmcompress.models.layer_names import Kept, Names
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import FLOATS, Spec
@@ -248,54 +248,54 @@ def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
     return tuple(dict.fromkeys(forms))
 
 
-def draft_roots(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
-    """The prefixes of the draft head's tensors in `stored`: none, one, or one of each block that the head numbers on."""
-    draft = spec.draft
-    if draft is None:
+def mtp_roots(spec: ModelSpec, stored: Iterable[str]) -> list[str]:
+    """The prefixes of the MTP head's tensors in `stored`: none, one, or one of each block that the head numbers on."""
+    mtp = spec.mtp
+    if mtp is None:
         return []
-    if draft.joint:
-        shape = re.compile(rf"({re.escape(draft.prefix)}\.\d+)\.{draft.joint}\.weight")
+    if mtp.joint:
+        shape = re.compile(rf"({re.escape(mtp.prefix)}\.\d+)\.{mtp.joint}\.weight")
         return [match[1] for name in stored if (match := shape.fullmatch(name))]
-    return [draft.prefix] if any(name.startswith(f"{draft.prefix}.") for name in stored) else []
+    return [mtp.prefix] if any(name.startswith(f"{mtp.prefix}.") for name in stored) else []
 
 
-def draft_tensors(spec: ModelSpec, stored: Collection[str]) -> list[str]:
-    """The names in `stored` that belong to the draft head."""
-    roots = tuple(f"{root}." for root in draft_roots(spec, stored))
+def mtp_tensors(spec: ModelSpec, stored: Collection[str]) -> list[str]:
+    """The names in `stored` that belong to the MTP head."""
+    roots = tuple(f"{root}." for root in mtp_roots(spec, stored))
     return [name for name in stored if name.startswith(roots)] if roots else []
 
 
-def draft_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
-    """Names on disk of the draft head's modules whose weight is a matrix."""
-    names = [name for name in draft_tensors(spec, stored) if name.endswith(".weight") and len(stored[name].shape) > 1]
+def mtp_modules(spec: ModelSpec, stored: Mapping[str, Spec]) -> list[str]:
+    """Names on disk of the MTP head's modules whose weight is a matrix."""
+    names = [name for name in mtp_tensors(spec, stored) if name.endswith(".weight") and len(stored[name].shape) > 1]
     return [name.removesuffix(".weight") for name in names]
 
 
-def draft_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
-    """Number of decoder blocks of the draft head according to config.json; 0: there is no head."""
-    value = _draft_part(spec.draft, config).get(spec.draft.blocks) if spec.draft else None
+def mtp_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> int:
+    """Number of decoder blocks of the MTP head according to config.json; 0: there is no head."""
+    value = _mtp_part(spec.mtp, config).get(spec.mtp.blocks) if spec.mtp else None
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def kept_draft(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
-    """The draft head as parts that stay in 16 bits; empty if the checkpoint has none."""
-    if spec.draft and spec.draft.joint:
-        old, new = spec.draft.prefix, spec.draft.engine
-        return [Kept((root, new + root.removeprefix(old)), True) for root in draft_roots(spec, stored)]
-    return [Kept((root,), True, draft=True) for root in draft_roots(spec, stored)]
+def kept_mtp(spec: ModelSpec, stored: Iterable[str]) -> list[Kept]:
+    """The MTP head as parts that stay in 16 bits; empty if the checkpoint has none."""
+    if spec.mtp and spec.mtp.joint:
+        old, new = spec.mtp.prefix, spec.mtp.engine
+        return [Kept((root, new + root.removeprefix(old)), True) for root in mtp_roots(spec, stored)]
+    return [Kept((root,), True, mtp=True) for root in mtp_roots(spec, stored)]
 
 
-def draft_problem(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
-    """Why the draft head cannot be copied: it does not match config.json, or is quantized. None if it can, or is missing."""
-    names = draft_tensors(spec, stored)
-    if not spec.draft or not names:
+def mtp_problem(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[str, Spec]) -> str | None:
+    """Why the MTP head cannot be copied: it does not match config.json, or is quantized. None if it can, or is missing."""
+    names = mtp_tensors(spec, stored)
+    if not spec.mtp or not names:
         return None
-    key, said, roots = spec.draft.blocks, draft_blocks(spec, config), draft_roots(spec, stored)
+    key, said, roots = spec.mtp.blocks, mtp_blocks(spec, config), mtp_roots(spec, stored)
     numbered = {match[1] for name in names if (match := re.match(rf"{roots[0]}\.layers\.(\d+)\.", name))}
-    blocks = len(roots if spec.draft.joint else numbered)
+    blocks = len(roots if spec.mtp.joint else numbered)
     what = f"{len(names)} tensors are of a head that drafts tokens ({', '.join(f'{root}.*' for root in roots)})"
     if not said:
-        part = "the top of it" if spec.draft.top else "its text_config"
+        part = "the top of it" if spec.mtp.top else "its text_config"
         return f'{what}, but config.json has no such head; add "{key}": {blocks} to {part}, or remove them'
     if blocks != said:
         return f"{what}, of {blocks} blocks, but config.json says {key} {said}; download the checkpoint again"
@@ -305,28 +305,28 @@ def draft_problem(spec: ModelSpec, config: Mapping[str, Any], stored: Mapping[st
     return None
 
 
-def draft_lost(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> str | None:
-    """A message if config.json has a draft head but the weight files do not; else None."""
-    said = draft_blocks(spec, config)
-    if not said or not spec.draft or draft_tensors(spec, stored):
+def missing_mtp(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> str | None:
+    """A message if config.json has an MTP head but the weight files do not; else None."""
+    said = mtp_blocks(spec, config)
+    if not said or not spec.mtp or mtp_tensors(spec, stored):
         return None
     return (
-        f"config.json says {spec.draft.blocks} {said}, but there is no tensor {spec.draft.pattern}: the head that drafts "
+        f"config.json says {spec.mtp.blocks} {said}, but there is no tensor {spec.mtp.pattern}: the head that drafts "
         "tokens was lost when this checkpoint was saved; copy these tensors from the original to speculate with them"
     )
 
 
-def draft_dropped(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> list[str]:
-    """The warning for a checkpoint made from one that lost its draft head; empty for others."""
-    lost = draft_lost(spec, config, stored)
+def mtp_warnings(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> list[str]:
+    """The warning for a checkpoint made from one that lost its MTP head; empty for others."""
+    lost = missing_mtp(spec, config, stored)
     return [f"{lost}; the config written here says 0"] if lost else []
 
 
-def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
-    """Name -> type and shape of the draft head's tensors, from config.json alone: decoder blocks with attention, a matrix that
+def mtp_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrainedModel) -> dict[str, Spec]:
+    """Name -> type and shape of the MTP head's tensors, from config.json alone: decoder blocks with attention, a matrix that
     joins hidden state and embedding, and three norms; embedding and output head where it has them for itself."""
-    count, text = draft_blocks(spec, config), meta_model.config.get_text_config()
-    if not spec.draft or not count:
+    count, text = mtp_blocks(spec, config), meta_model.config.get_text_config()
+    if not spec.mtp or not count:
         return {}
     blocks: Any = meta_model.get_submodule(spec.layers)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(blocks)
@@ -334,30 +334,28 @@ def draft_specs(spec: ModelSpec, config: Mapping[str, Any], meta_model: PreTrain
     inside = {name: Spec.of(value) for name, value in block.state_dict().items()}
     norm = Spec(next(iter(inside.values())).dtype, (text.hidden_size,))
     joint = Spec(norm.dtype, (text.hidden_size, 2 * text.hidden_size))
-    if spec.draft.joint:
+    if spec.mtp.joint:
         words = Spec(norm.dtype, (text.vocab_size, text.hidden_size))
         inside |= {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
         inside |= {f"{name}.weight": words for name in ("embed_tokens", "shared_head.head")}
-        inside[f"{spec.draft.joint}.weight"] = joint
+        inside[f"{spec.mtp.joint}.weight"] = joint
         return {
-            f"{spec.draft.prefix}.{len(blocks) + i}.{name}": value
-            for i in range(count)
-            for name, value in inside.items()
+            f"{spec.mtp.prefix}.{len(blocks) + i}.{name}": value for i in range(count) for name, value in inside.items()
         }
     tensors = {f"layers.{i}.{name}": value for i in range(count) for name, value in inside.items()}
     tensors |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    return {f"{spec.draft.prefix}.{name}": value for name, value in (tensors | {"fc.weight": joint}).items()}
+    return {f"{spec.mtp.prefix}.{name}": value for name, value in (tensors | {"fc.weight": joint}).items()}
 
 
-def without_lost_draft(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """config.json's content, with 0 draft head blocks if the head's tensors are missing."""
+def without_missing_mtp(spec: ModelSpec, config: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """config.json's content, with 0 MTP head blocks if the head's tensors are missing."""
     changed: Any = copy.deepcopy(dict(config))
-    if spec.draft and draft_lost(spec, config, stored):
-        _draft_part(spec.draft, changed)[spec.draft.blocks] = 0
+    if spec.mtp and missing_mtp(spec, config, stored):
+        _mtp_part(spec.mtp, changed)[spec.mtp.blocks] = 0
     return changed
 
 
-def _draft_part(draft: DraftHead, config: Mapping[str, Any]) -> Any:
-    """The part of config.json in which vLLM reads the draft head's number of blocks."""
+def _mtp_part(mtp: MtpHead, config: Mapping[str, Any]) -> Any:
+    """The part of config.json in which vLLM reads the MTP head's number of blocks."""
     text = config.get("text_config")
-    return text if isinstance(text, Mapping) and not draft.top else config
+    return text if isinstance(text, Mapping) and not mtp.top else config

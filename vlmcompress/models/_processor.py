@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +23,12 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
     """
     require_processor_sizes(Path(path))
     remedy = "; copy the tokenizer and processor files from the source"
-    with foreign_errors(f"{path} has no usable processor", remedy), _stderr_closed():
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    with foreign_errors(f"{path} has no usable processor", remedy):
+        try:
+            processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            needed = " ".join(str(error).split()).partition(" but ")[0]
+            raise UserError(f"{path}: {needed}; install it with pip, torchvision in the build of your torch") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
     if not isinstance(getattr(processor, "image_token", ""), str):
@@ -41,17 +41,3 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
         backend.no_truncation()
         backend.no_padding()
     return processor
-
-
-@contextlib.contextmanager
-def _stderr_closed() -> Iterator[None]:
-    """Within the context standard error is closed: a Rust panic, which becomes an exception here, prints its stack there."""
-    sys.stderr.flush()
-    descriptor, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
-    try:
-        yield
-    finally:
-        os.dup2(descriptor, 2)
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Compressed
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
-from vlmcompress.models._modules import decoder_blocks, draft_specs
+from vlmcompress.models._modules import decoder_blocks, mtp_specs
 from vlmcompress.models._names import disk_names, tied_names, unfound, unused_tensors, written_names
 from vlmcompress.models._read import read_config, require_model_type, spec_for, stored_tensors, tensor_headers
 from vlmcompress.models._requirements import OTHER_CONFIG
@@ -202,7 +202,7 @@ class Source:
         tied = tied_names(model)
         stored = {name: Spec.of(tensor) for name, tensor in model.state_dict().items() if name not in tied}
         names = {name: name for name in stored}
-        return Source(path, config, spec, model, stored | draft_specs(spec, config, model), names, headers=False)
+        return Source(path, config, spec, model, stored | mtp_specs(spec, config, model), names, headers=False)
 
     @cached_property
     def blocks(self) -> list[list[Group]]:

@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class MtpHead:
     """A head that drafts tokens for speculative decoding, for which transformers has no module.
 
     Attributes:
@@ -263,7 +263,7 @@ class ModelSpec:
         mixed_blocks: layers other than causal attention that mix tokens in the decoder, for messages; None if there are none.
         float32: parameters, by parts of their names, that may be stored in float32 independently of the other weights' type,
             as engines compute with them in float32.
-        draft: the head for speculative decoding that the family's checkpoints may have; else None.
+        mtp: the head for speculative decoding that the family's checkpoints may have; else None.
     """
 
     family: str
@@ -284,7 +284,7 @@ class ModelSpec:
     router: str | None = None
     mixed_blocks: str | None = None
     float32: tuple[str, ...] = ()
-    draft: DraftHead | None = None
+    mtp: MtpHead | None = None
     names: EngineNames = EngineNames()
     tower: Tower = Tower()
     images: Images = Images()
@@ -370,7 +370,7 @@ QWEN3_TOWER = (
     LinearGroup("fc2", ("mlp.linear_fc2",)),
 )
 
-MTP = DraftHead("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
+MTP = MtpHead("mtp", "mtp_num_hidden_layers")  # Qwen3.5: multi-token prediction
 
 # CLIP and SigLIP. A GELU is between fc1 and fc2, so fc2 has no op to smooth into.
 CLIP = (

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmcompress.models._modules import decoder_blocks, decoder_layers, draft_tensors
+from vlmcompress.models._modules import decoder_blocks, decoder_layers, mtp_tensors
 from vlmcompress.models._names import tied_names
 from vlmcompress.models._spec import Group, ModelSpec
 from vlmcompress.utils.errors import UserError
@@ -125,7 +125,7 @@ def _require_rotatable(spec: ModelSpec, stored: Collection[str]) -> None:
         raise _rotation_error(
             spec, "its router and its experts read the stream by a norm that none of them can take in alone"
         )
-    if draft_tensors(spec, stored):
+    if mtp_tensors(spec, stored):
         raise _rotation_error(spec, "its head that drafts tokens reads the stream, too")
 
 

@@ -20,12 +20,12 @@ class Kept:
     Attributes:
         names: its names in memory, on disk and in vLLM.
         whole: whether it is a module with all its submodules, not one linear layer.
-        draft: whether it is a draft head, for which readers expect entries in another form.
+        mtp: whether it is an MTP head, for which readers expect entries in another form.
     """
 
     names: Names
     whole: bool
-    draft: bool = False
+    mtp: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,10 @@ def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tup
     in `find_params`. Raises ValueError for NaN or Inf."""
     if importance is not None and importance.device.type == "cpu" and importance.amin() > 0:
         importance = None  # saves a pass; on an accelerator, waiting for the result would cost more
-    lows, highs = [], []
+    lows, highs, bounds = [], [], []
     for rows, part in _row_parts(w, fmt):
         pieces, counts = _pieces(part, fmt), _of(importance, rows)
+        bounds += [pieces.amin(), pieces.amax()]  # also of columns that are masked below
         if counts is not None:  # weights of inputs that are always zero have no effect, so they do not widen a range
             dead = _counts(counts, part, fmt) == 0
             pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
@@ -67,7 +68,7 @@ def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tup
         highs.append(pieces.amax(-1).clamp_(min=0))
     shape = (1,) if fmt.group == 0 else (len(w), -1)
     low, high = torch.cat(lows).view(shape), torch.cat(highs).view(shape)
-    if not torch.stack((low.amin(), high.amax())).isfinite().all():
+    if not torch.stack(bounds).isfinite().all():
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     return low, high
 

@@ -40,6 +40,8 @@ from vlmcompress.utils.progress import Progress, phase, silent
 from vlmcompress.utils.work_folder import WorkFolder
 
 Samples = Sequence[Mapping[str, Any]]
+HELD_OUT = 8
+"""Calibration samples for each further one that errors of layers are measured on."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Inputs:
     Attributes:
         vlm: the model; after a reducer its decoder alone, with the same modules.
         samples: encoded samples (`models.data.encode`); empty if no block is run.
+        held_out: further samples, on which errors of layers are measured; empty where the data have no more.
         origin: the manifest's description of the calibration data; None for no calibration.
         resize: the resizing of images, fitted to the samples' images; the model's processor applies it.
         names: the samples' names in messages.
@@ -59,6 +62,7 @@ class Inputs:
     origin: dict[str, Any] | None
     resize: Resize | None = None
     names: Sequence[str] = ()
+    held_out: Sequence[dict[str, Tensor]] = ()
 
     def reduced(self, reducer: ReducerChoice | None, progress: Progress = silent) -> Inputs:
         """The inputs of the decoder after a reducer; unchanged if there are no samples or no reducer before the decoder."""
@@ -67,8 +71,9 @@ class Inputs:
             return self
         with phase("reducing"):
             shorter = reduced(self.vlm, self.samples, chosen, progress)
+            held_out = reduced(self.vlm, self.held_out, chosen, progress) if self.held_out else []
         origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
-        return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names)
+        return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names, held_out)
 
 
 @contextlib.contextmanager
@@ -92,12 +97,15 @@ class Result:
     manifest: dict
 
 
-def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress = silent) -> Inputs:
+def read_inputs(
+    recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress = silent, *, hold_out: bool = False
+) -> Inputs:
     """Encode the calibration samples for the model, if something needs them or the recipe names them.
 
     Args:
         needed: what needs samples, for the message if there are none; None: nothing does.
         progress: called with (label, done, total).
+        hold_out: also read one sample more for each `HELD_OUT`, at least 4, if the data have so many, to measure errors on.
     """
     settings, reading = recipe.calibrate, Reading.of(recipe.calibrate)
     named = data_source(recipe, vlm.path, needed)
@@ -106,32 +114,41 @@ def read_inputs(recipe: Recipe, vlm: VLM, needed: str | None, progress: Progress
     source = hub.local(named, "dataset")
     mixed = hub.local(settings.text, "dataset") if settings.text else None
     with phase("encoding"):
-        samples, texts = load_mixed(source, mixed, samples=settings.samples, seed=recipe.seed, reading=reading)
+        # Half of each kind where text is mixed in. The further ones are the next in the data's drawn order.
+        kinds = 2 if mixed else 1
+        count = settings.samples // kinds
+        extra = kinds * max(-(-count // HELD_OUT), 4) if hold_out and count else 0  # of fewer an error says little
+        samples, texts = load_mixed(source, mixed, samples=settings.samples + extra, seed=recipe.seed, reading=reading)
         if recipe.reduce:
             video.require_no_videos(samples)
-        resize = fit_resize(recipe.resize, vlm, samples)
+        resize = fit_resize(recipe.resize, vlm, samples[:count])
         vlm = resizing.resized(vlm, resize) if resize else vlm
         options: dict[str, Any] = {"max_length": settings.max_length, "reading": reading, "progress": progress}
         every = [*samples, *texts]
         usable = encode_usable(every, vlm, Path(source).name, **options)
-    pictured = [samples[number] for number in usable.numbers if number < len(samples)]
-    worded = [texts[number - len(samples)] for number in usable.numbers if number >= len(samples)]
-    count = settings.samples // 2 * 2 if mixed else settings.samples
+    fitted, held_out = dict[int, dict[str, Tensor]](), dict[int, dict[str, Tensor]]()
+    for number, sample in zip(usable.numbers, usable.samples, strict=True):
+        if (number if number < len(samples) else number - len(samples)) < count:
+            fitted[number] = sample
+        else:
+            held_out[number] = sample
     origin = provenance(
-        pictured,
-        usable.samples,
+        [samples[number] for number in fitted if number < len(samples)],
+        [*fitted.values()],
         source,
         seed=recipe.seed,
         processor=vlm.processor,
-        text=(worded, mixed) if mixed else None,
-        requested=count if len(usable.samples) + len(usable.skipped) < count else None,
+        text=([texts[number - len(samples)] for number in fitted if number >= len(samples)], mixed) if mixed else None,
+        requested=count * kinds if len(every) < count * kinds else None,
         skipped={**samples.skipped, **texts.skipped, **usable.skipped},
     )
     origin |= {"resize": resize.model_dump()} if resize else {}
     require_balance_data(recipe, origin["tokens"], source)
     for line in [*skipped_lines(usable.skipped), *data_notes(origin)]:
         note(line)
-    return Inputs(vlm, usable.samples, origin, resize, [every[number].name for number in usable.numbers])
+    origin |= {"held_out": len(held_out)} if hold_out else {}
+    names = [every[number].name for number in [*fitted, *held_out]]
+    return Inputs(vlm, [*fitted.values()], origin, resize, names, [*held_out.values()])
 
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
@@ -155,7 +172,7 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
         return Inputs(vlm, samples, plan.statistics.origin, resize)
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
-    inputs = read_inputs(recipe, vlm, data_reason(plan), progress)
+    inputs = read_inputs(recipe, vlm, data_reason(plan), progress, hold_out=plan.observed_after is not None)
     return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.observed_after})
 
 

@@ -231,7 +231,11 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
         method.needs.statistics & {*STORABLE, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
     )
     spec = CaptureSpec(
-        statistics, method.needs.prefix, bool(run.recipe.kv_cache), all_experts=run.recipe.calibrate.all_experts
+        statistics,
+        method.needs.prefix,
+        bool(run.recipe.kv_cache),
+        all_experts=run.recipe.calibrate.all_experts,
+        held_out=len(inputs.held_out),
     )
 
     def free(layer: int) -> None:
@@ -245,7 +249,7 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
     captures = capture_blocks(
         vlm,
         blocks,
-        samples,
+        [*samples, *inputs.held_out],
         spec,
         finished=lambda layer: work.has(block_name(layer)),
         passed=free,

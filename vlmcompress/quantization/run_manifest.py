@@ -19,6 +19,8 @@ from vlmcompress.reduction.choice import calibrated
 from vlmcompress.utils import model_folder
 from vlmcompress.utils.text import size
 
+ENOUGH = 32
+"""Calibration samples below which a run warns."""
 _TIED = "tie_word_embeddings"
 
 
@@ -64,13 +66,18 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     recipe, source, lines = plan.recipe, plan.source, _untied(plan)
     if origin is not None:
         lines += [*skipped_notes(origin), *no_image_note(origin)]
+        if plan.method.needs.statistics and origin["samples"] < ENOUGH:
+            fit = (
+                "weights fit them better than other inputs" if "gram" in plan.method.needs.statistics else "maxima vary"
+            )
+            lines.append(f"calibrated on {origin['samples']} samples, and with so few {fit}; give {ENOUGH} or more")
     elif recipe.calibrate.data is not None and not plan.reads_data and not plan.statistics:
         why = "no layer of the language model is quantized, and nothing is learned from them"
         lines.append(f"the calibration data {Path(recipe.calibrate.data).name} were not read: {why}")
     # faults of the source that the written checkpoint no longer has
     lines += [f"corrected here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
     lines += models.unused_text(source)
-    lines += [*models.cast_text(source), *models.draft_dropped(source.spec, source.config, source.stored)]
+    lines += [*models.cast_text(source), *models.mtp_warnings(source.spec, source.config, source.stored)]
     # other files in the folders of model and adapter, and how they were handled
     lines += [*models.asides(recipe.model), *adapter.adapter_notes(recipe)]
     if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):

@@ -15,7 +15,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -215,14 +214,14 @@ class Recipe(_Frozen):
         return adapters.inputs_folder(self.model, self.adapter)
 
     @property
-    def exporter(self) -> ModuleType:
-        """The module in `vlmcompress.export.formats` of the format that is written."""
+    def exporter(self) -> Any:
+        """The format that is written, an `ExportFormat` of `vlmcompress.export.formats`."""
         return FORMATS.get(self.format)
 
     @property
     def group_size(self) -> int:
         """Columns that share a scale of 8-bit integers outside the decoder blocks; -1: a row, where the format has such."""
-        return getattr(self.exporter, "GROUP_SIZE", -1)
+        return self.exporter.GROUP_SIZE or -1
 
     def plain(self) -> dict[str, Any]:
         """The recipe as JSON data, as the manifest keeps it."""

@@ -223,7 +223,8 @@ def layered(layers: Sequence[Layer]) -> list[Layer]:
 
 def _stages(setting: Any, where: str) -> tuple[Any, Any]:
     """Split `reduce` into the recipe's `resize` and its reducer, as mappings or None."""
-    every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in _listed(setting)]
+    stages = setting if isinstance(setting, list) else [setting]
+    every = [split(stage, f"{where} {stage}") if isinstance(stage, str) else stage for stage in stages]
     names = [stage.get("method") if isinstance(stage, Mapping) else None for stage in every]
     if names.count(RESIZE) > 1 or len(every) - names.count(RESIZE) > 1:
         both = " and ".join(map(str, names))
@@ -233,10 +234,6 @@ def _stages(setting: Any, where: str) -> tuple[Any, Any]:
     if names[0] != RESIZE:
         raise UserError(f"{where}: {RESIZE} works on images, before {names[0]}; name it first")
     return {key: value for key, value in every[0].items() if key != "method"}, (every[1] if len(every) > 1 else None)
-
-
-def _listed(setting: Any) -> list[Any]:
-    return setting if isinstance(setting, list) else [setting]
 
 
 def merged_reducer(setting: Any, origins: Mapping[str, str]) -> ReducerChoice | None:

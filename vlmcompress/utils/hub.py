@@ -111,6 +111,25 @@ def parse_repository(name: str | Path, kind: Kind = "model") -> Repository | Non
     return Repository(match["id"], kind, match["revision"], match["part"])
 
 
+def require_data(name: str | Path, *, answered: bool = False) -> None:
+    """Raise `UserError` for a path that can't be data, known at a glance; ids of the Hub pass.
+
+    Args:
+        answered: they must have answers, which a folder of images has not.
+    """
+    if parse_repository(name, "dataset") is not None:
+        return
+    path, remedy = Path(name), "a folder of images, a .jsonl or .parquet file, or a data set"
+    if answered:
+        remedy = "a .jsonl or .parquet file with answers, or a data set"
+        if path.is_dir() and not any((path / file).is_file() for file in SAVED):
+            raise UserError(f"{path} is a folder of images, which have no answers; give {remedy}")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give {remedy}")
+    if not path.is_dir() and not path.is_file():
+        raise UserError(f"{path} is a pipe or a device, and data are read more than once; write them to a file")
+
+
 def local(
     name: str | Path,
     kind: Kind = "model",
@@ -307,13 +326,6 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
     """
     from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):
-        """huggingface_hub's progress bar, and none where stderr is no terminal."""
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings | {"disable": None})
 
     unreachable: Exception | None = None
     files_alone = False  # whether only the cached files of the repository are known
@@ -349,13 +361,12 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
             raise unreachable
         return folder / chosen.path
     if missing:
-        total = size(sum(sizes.get(name, 0) for name in missing))
         note(
-            f"fetching {repository.what} at {commit[:12]}: {len(missing)} file{'s' if len(missing) > 1 else ''}, {total}"
+            f"fetching {len(missing)} files of {repository.what} at {commit[:12]}, {size(sum(sizes[name] for name in missing))}"
         )
     # by branch, not by commit, so that the cache can resolve the branch when offline
     patterns = [glob.escape(name) for name in chosen.files]
-    folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns, tqdm_class=Bar))
+    folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns))
     return _with_headers(repository, folder, chosen) if headers else folder / chosen.path
 
 

@@ -31,11 +31,6 @@ _PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compresse
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that can change a result; packages that are not installed are left out."""
-    return dict(_installed())
-
-
-@functools.cache
-def _installed() -> dict[str, str]:
     installed = {}
     for package in _PACKAGES:
         try:

@@ -49,7 +49,7 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         ValueError: not JSON, nested too deeply, or an object with a duplicate key, of which readers take different values.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant if finite else None)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_not_finite if finite else None)
     except RecursionError as error:
         raise Unreadable("it is nested too deeply") from error
 
@@ -62,5 +62,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _constant(name: str) -> NoReturn:
+def _not_finite(name: str) -> NoReturn:
     raise Unreadable(f"it holds {name}, which is not a number")

@@ -96,7 +96,7 @@ class Registry:
             raise UserError(f"unknown {self.noun} '{name}'{did_you_mean(name, self._modules)}")
 
     def get(self, name: str) -> Any:
-        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `check`."""
+        """The entry (object, module or table row) of `name`; its contract is in the folder. Raises `UserError` as `require`."""
         self.require(name)
         if name in self.table:
             return self.table[name]
@@ -174,7 +174,7 @@ def _literals(body: Sequence[ast.stmt]) -> dict[str, Any]:
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.
 SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
 REDUCERS = Registry("vlmcompress.reduction.methods", "reducer", entry="REDUCER")
-FORMATS = Registry("vlmcompress.export.formats", "format")
+FORMATS = Registry("vlmcompress.export.formats", "format", entry="FORMAT")
 FAMILIES = Registry("vlmcompress.models.families", "model family")
 LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")
 OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO")

@@ -32,6 +32,9 @@ Place = Annotated[str, AfterValidator(_inside)]
 """The name of a file within a folder."""
 
 
+_adapter = lru_cache(TypeAdapter)  # building one takes longer than most validations
+
+
 def require_value(kind: Any, data: Any, where: str, remedy: str) -> None:
     """Check that `data`, from JSON, is a value of `kind`; nothing is converted.
 
@@ -78,8 +81,3 @@ def first_problem(error: ValidationError) -> str:
         return f"'{key}' is {'missing' if first['type'] == 'missing' else 'unknown'}"
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key} {text[:1].lower()}{text[1:]}"
-
-
-@lru_cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

@@ -41,8 +41,6 @@ TYPES: dict[str, tuple[str, int]] = {
 FLOATS = ("F16", "BF16", "F32")
 """Types of unquantized weights."""
 _MAX_HEADER = 100_000_000  # the official reader's limit
-_MOST = 500_000
-"""Most tensors of a file: some times those of the largest mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,6 @@ def _read_entries(path: Path, size: int, _state: tuple[int, ...]) -> tuple[Entry
         header = json_files.parse_json(raw)
         if any(type(text) is not str for text in (header.pop("__metadata__", None) or {}).values()):
             raise TypeError("metadata that are not text")
-        if len(header) > _MOST:
-            raise UserError(f"{path} has {len(header):,} tensors, more than {_MOST:,}; split it into several files")
         entries = [_entry(path, name, info, 8 + length) for name, info in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is not a complete safetensors file (bad header); download or copy it again") from error

@@ -81,7 +81,7 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
     counts = measure.counts(lambda: solve(method, small, first, options, torch.bfloat16))  # also the first call of all
     smooth(method, small, first, options)
     tried = solve(method, small, first, options, torch.bfloat16)
-    compressed_tensors.tensors(tried.weights[0], scheme, tried.input_scale)
+    compressed_tensors.FORMAT.tensors(tried.weights[0], scheme, tried.input_scale)
     measure.forget_peaks()
     for name, group in weights.items():
         ready, group_stats = group, stats[name]
@@ -94,7 +94,7 @@ def solved(method: Any, options: Any, weights: dict[str, list[Tensor]], stats: d
         total["solve"] += taken
         input_scale = solution.input_scale
         for weight, q in zip(ready, solution.weights, strict=True):
-            taken, _ = measure.once(lambda: compressed_tensors.tensors(q, scheme, input_scale))  # noqa: B023
+            taken, _ = measure.once(lambda: compressed_tensors.FORMAT.tensors(q, scheme, input_scale))  # noqa: B023
             total["pack"] += taken
             some = slice(None, None, max(1, len(weight) // ROWS))
             change = q.dequantize(torch.float32)[some] - weight[some].float()

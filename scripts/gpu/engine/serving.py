@@ -46,7 +46,7 @@ def run(place: Place, scheme: str) -> dict[str, Any]:
             for load, (clients, _, tokens) in loads.items():
                 for name in list(up)[:: 1 if turn % 2 == 0 else -1]:
                     rows[name][load].append(burst(up[name], bursts[load], clients, tokens))
-        result = {name: described(up[name], folders[name], rows[name]) for name in up}
+        result = {name: described(up[name], rows[name]) for name in up}
     visual = {name: figures["visual_tokens"] for name, figures in result.items()}
     if any(abs(count / visual["full"] - shares[name]) > 0.02 for name, count in visual.items()):
         raise Failed(f"images have {visual} tokens, which are not the shares {shares}", result)
@@ -108,14 +108,11 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
     }
 
 
-def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def described(running: Any, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
     from vlmcompress.evaluation.speed import counters, measure
-    from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 
     cache = counters.cache_config(running)
-    per_token = kv_bytes_per_token(folder, cache["cache_dtype"])
-    assert per_token, "a Qwen has full attention in every block"
     longest = max(row["tokens"] for row in rows["load"])
 
     def figure(load: str, name: str) -> float:
@@ -129,5 +126,5 @@ def described(running: Any, folder: Path, rows: dict[str, list[dict[str, Any]]])
         "load_ttft_p50_ms": figure("load", "ttft_p50_ms"),
         "load_ttft_p99_ms": figure("load", "ttft_p99_ms"),
         "tpot_ms": figure("load", "tpot_p50_ms"),
-        "fits": measure.memory(0, per_token, longest, cache).max_concurrency,
+        "fits": measure.requests_at_once(longest, cache),
     }

@@ -121,10 +121,10 @@ def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines)
     assert suite.overall.low < 0 < suite.overall.high and suite.overall.verdict == "inconclusive"
     assert suite.divergence is not None and suite.divergence.mean < 1e-6 and suite.divergence.same_first == 1.0
 
-    said = {s.id: s.baseline for s in first.samples}
+    output = {s.id: s.baseline for s in first.samples}
     # No reference is longer than 32 characters: a longer one would let the models write on.
-    expected = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in said.items()}
-    rows = [row | {"answer": expected[row["id"]]} for row in rows if normalise(said[row["id"]])]
+    expected = {identity: text.upper() + "."[: 32 - len(text)] for identity, text in output.items()}
+    rows = [row | {"answer": expected[row["id"]]} for row in rows if normalise(output[row["id"]])]
     data = write_rows(tmp_path / "data.jsonl", *rows)
     second = evaluate(candidate, baseline, [data], None, replace(options, baseline_engine=Dead(engine)))
     (suite,) = second.suites

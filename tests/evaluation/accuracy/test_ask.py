@@ -19,7 +19,7 @@ from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.evaluation.report.files import write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.report.text import tables
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.work_folder import open_journal
 
@@ -142,7 +142,7 @@ def test_a_refusal_of_the_baseline_counts_for_both_sides(folder: Path, many: Pat
     assert (scores["r1"], scores["r2"], scores["r3"], scores["r4"]) == ((0, 0), (1, 0), (0, 0), (1, 1))
     (suite,) = results.suites
     assert suite.refused == (2, 2) and suite.empty == (0, 0) and suite.agreement == 1.0
-    text = accuracy_tables(Findings(results))
+    text = tables(Findings(results))
     assert "Counted as wrong, as they were not answered: r1 (too odd); r2 (too odd); r3 (too odd)." in text
     write_report(results, folder / "report")
     again = evaluate(other, folder / "report", [many], None, options)
@@ -197,7 +197,7 @@ from vlmcompress.utils.work_folder import open_journal
 from vlmcompress.evaluation.accuracy.tasks import load_suite
 from vlmcompress.evaluation.report.files import write_report
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.report.text import tables
 with open_journal(Path({str(path)!r})) as journal:
     suite = load_suite("world", candidate={str(DEMO_LLAVA)!r}, baseline={str(DEMO_LLAVA)!r}, limit=200)
     ask_suite({str(DEMO_LLAVA)!r}, suite, ENGINE, journal=journal)

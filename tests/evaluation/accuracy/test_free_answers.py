@@ -12,7 +12,7 @@ from vlmcompress.evaluation.accuracy import gate as gates
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.free_answers import RULES, named_score
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.report.text import tables
 from vlmcompress.evaluation.results import Results
 from vlmcompress.utils.errors import UserError
 
@@ -154,12 +154,12 @@ def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
     results = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.", score="exact")
     gate = gates.judge(results, gates.GateFile(name="g", suites={"*": gates.SuiteRules(margin=0.05, unparsed=0.1)}))
     assert gate.verdict == "inconclusive" and "the baseline scores 0.0%" in gate.rules[0].reason
-    text = accuracy_tables(Findings(results.model_copy(update={"gate": gate})))
+    text = tables(Findings(results.model_copy(update={"gate": gate})))
     assert "can't tell" in text
     assert "too little for a loss of 5 points to show" in "\n".join(Findings(results).headline)
     auto = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.")
     assert auto.suites[0].overall.verdict == "pass"
-    assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in accuracy_tables(Findings(auto))
+    assert "Scored by `contains`: of the baseline's first 64 answers 0 by exact" in tables(Findings(auto))
 
 
 def test_a_baseline_in_doubt_is_named_with_the_verdict(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
         {"id": "1", "question": "q", "answer": "a|b"},
     ]
     data = write_rows(tmp_path / "data.jsonl", *rows)
-    says = Echo(lambda request: "hound" if request.id == "0" else "a|b")
-    results = evaluate(tmp_path / "model", tmp_path / "model", [data], None, EvalOptions(says, says, score="exact"))
+    output = Echo(lambda request: "hound" if request.id == "0" else "a|b")
+    results = evaluate(tmp_path / "model", tmp_path / "model", [data], None, EvalOptions(output, output, score="exact"))
     assert [sample.baseline_score for sample in results.samples] == [1, 1]
     assert results.samples[0].expected == "a dog | hound"

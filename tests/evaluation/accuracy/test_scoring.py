@@ -184,7 +184,7 @@ def test_mmbench_choice(answer: str, chosen: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "expected"),
     [
         ("Yes", "yes"),
         ("no, there is one dog", "no"),
@@ -195,8 +195,8 @@ def test_mmbench_choice(answer: str, chosen: str | None) -> None:
         ("", None),
     ],
 )
-def test_yes_or_no(answer: str, said: str | None) -> None:
-    assert scoring.yes_or_no(answer) == said
+def test_yes_or_no(answer: str, expected: str | None) -> None:
+    assert scoring.yes_or_no(answer) == expected
 
 
 @pytest.mark.parametrize("text", ["Red Star", " red   star.", "RED\nSTAR", "red star .", "red star"])

@@ -13,7 +13,7 @@ from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.accuracy.gate import GateFile, SuiteRules, judge
 from vlmcompress.evaluation.accuracy.thoughts import MARKS, TOKENS, Thoughts, of_models, read_marks
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import accuracy_tables
+from vlmcompress.evaluation.report.text import tables
 from vlmcompress.utils.errors import UserError
 
 QWEN = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -83,7 +83,7 @@ def test_both_sides_are_scored_by_what_follows_their_thoughts(tmp_path: Path, te
     assert suite.max_tokens == 32 + TOKENS * bool(template) == before.asked[0].max_tokens
     assert {s.baseline for s in results.samples} == {"Yes."} and results.samples[0].candidate == ""
     assert results.samples[0].candidate_finish == "thinking"
-    text = accuracy_tables(Findings(results))
+    text = tables(Findings(results))
     assert f"thoughts that {suite.max_tokens} tokens do not end (raise --max-tokens): 0 of the baseline's, 10" in text
     rules = judge(results, GateFile(suites={"*": SuiteRules(margin=0.9, unparsed=0.2)})).rules
     assert (rules[-1].verdict, rules[-1].value) == ("fail", "25.0%")

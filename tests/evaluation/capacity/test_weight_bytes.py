@@ -77,7 +77,7 @@ def test_every_scheme_has_a_row(checkpoint):
 
 def test_schemes_that_a_target_lacks_are_refused_by_name(checkpoint):
     rows = {row.name: row for row in weight_bytes.formats(read_served_model(checkpoint("llava")), "a100")}
-    assert rows["fp8"].refused == targets.get_target("a100").format_problem("w8a8-fp")
+    assert rows["fp8"].problem == targets.get_target("a100").format_problem("w8a8-fp")
     assert rows["fp8"].stored is None and rows["gptq-plus"].stored and "awq" in rows["gptq-plus"].others
 
 

@@ -52,8 +52,8 @@ FORMATS = [
 def test_stored_errors_are_read_back(scheme):
     torch.manual_seed(0)
     weight = round_to_nearest(torch.randn(64, 96), scheme.weights, scale_dtype=torch.bfloat16)
-    stored = compressed_tensors.tensors(weight, scheme)
-    back, _ = compressed_tensors.read(stored, scheme, (64, 96))
+    stored = compressed_tensors.FORMAT.tensors(weight, scheme)
+    back, _ = compressed_tensors.FORMAT.read(stored, scheme, (64, 96))
     assert torch.equal(back.dequantize(torch.float32), weight.dequantize(torch.float32))
 
 
@@ -152,8 +152,8 @@ def test_bad_inputs_are_refused(stats, tmp_path, capfd, spoil):
     spoil(tmp_path)
     command = ["report", "--errors", str(out), "--stats", str(tmp_path / "stats"), "--model", str(tmp_path / "model")]
     assert cli.main(command) == 2
-    said = capfd.readouterr().err
-    assert REFUSED[spoil] in said and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert REFUSED[spoil] in output and output.count("\n") == 1
 
 
 def test_the_same_errors_in_another_format(stats, tmp_path):

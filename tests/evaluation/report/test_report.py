@@ -25,7 +25,7 @@ from vlmcompress.evaluation.report import files, html
 from vlmcompress.evaluation.report.files import badge, junit
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.evaluation.report.html import report_page
-from vlmcompress.evaluation.report.text import accuracy_tables, markdown
+from vlmcompress.evaluation.report.text import markdown, tables
 from vlmcompress.evaluation.results import SCHEMA, Gate, GateRule, Results, load_results
 from vlmcompress.utils.errors import UserError
 
@@ -116,7 +116,7 @@ def test_texts_are_those_of_the_snapshot() -> None:
         gate=None, suites=[make_suite("a", "fp8"), make_suite("b", "small"), make_suite("c", "broken")]
     )
     runs = [make_results(), several]
-    parts = [markdown(Findings(runs[0])), accuracy_tables(Findings(several)), *Findings(several).headline]
+    parts = [markdown(Findings(runs[0])), tables(Findings(several)), *Findings(several).headline]
     text = "\n".join([*parts, comparisons.markdown(comparisons.summarise(runs))]).translate({0: None, 27: None})
     if os.environ.get("UPDATE_SNAPSHOTS"):
         snapshot.write_text(text)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,11 +12,10 @@ from vlmcompress.evaluation.speed.measure import (
     burst_record,
     figures,
     interval,
-    memory,
     ratio,
+    requests_at_once,
     summarise,
 )
-from vlmcompress.evaluation.speed.runs import kv_bytes_per_token
 
 SEEN = Counters(drafts=4, drafted=12, accepted=6, accepted_at=(3, 2, 1))
 
@@ -95,28 +91,10 @@ def test_interval_holds_the_ratio_as_often_as_it_says(n: int) -> None:
     assert interval([3.02]) is None and interval([0.0, 1.0]) is None
 
 
-def test_kv_bytes(tmp_path: Path) -> None:
-    """2 x 4 layers x 2 heads x 64 x 2 bytes; vLLM's log: 524,288 tokens in 1 GiB."""
-    demo = Path("eval/demo/demo-llava")
-    assert kv_bytes_per_token(demo, "auto") == 2048 == 2**30 // 524_288
-    assert kv_bytes_per_token(demo, "fp8") == 1024 and kv_bytes_per_token(demo, "bfloat16") == 2048
-    assert kv_bytes_per_token(demo, "fp8_per_token_head") == 4 * 2 * 2 * (64 + 4)
-    assert kv_bytes_per_token(demo, "turbo") is None
-    qwen = {"model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-    qwen |= {"hidden_size": 3584, "torch_dtype": "bfloat16", "max_window_layers": 0, "sliding_window": 4096}
-    config = json.loads((demo / "config.json").read_text())
-    for windows, size in ((False, 57_344), (True, None)):
-        text = qwen | {"use_sliding_window": windows}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
-        assert kv_bytes_per_token(tmp_path, "auto") == size
-
-
-def test_memory() -> None:
-    side = memory(10**6, 2048, 126.5, {"block_size": "128", "kv_cache_size_tokens": "524288"})
-    assert side.kv_bytes_per_request == 128 * 2048
-    assert side.kv_cache_bytes == 2**30
-    assert side.max_concurrency == 4096
-    assert memory(1, 2048, 128.5, {"block_size": "128", "kv_cache_size_tokens": "524288"}).max_concurrency == 2048
+def test_requests_at_once() -> None:
+    """In whole blocks: 126.5 tokens take one of 128, 128.5 take two."""
+    cache = {"block_size": "128", "kv_cache_size_tokens": "524288"}
+    assert (requests_at_once(126.5, cache), requests_at_once(128.5, cache)) == (4096, 2048)
 
 
 def test_metrics_are_read_from_the_exposition_format() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli.bench import options
-from vlmcompress.evaluation.results import Bench, LoadRun
-from vlmcompress.evaluation.speed.measure import memory, summarise
+from vlmcompress.evaluation.report.findings import Findings
+from vlmcompress.evaluation.report.text import markdown, tables
+from vlmcompress.evaluation.results import Bench, LoadRun, Memory, Results, Side
+from vlmcompress.evaluation.speed.measure import summarise
 from vlmcompress.evaluation.speed.runs import run
-from vlmcompress.evaluation.speed.text import speed_text
 from vlmcompress.utils.errors import UserError
 
 MODEL = "eval/demo/demo-llava"
@@ -54,13 +55,18 @@ def test_flags_and_text() -> None:
         "448x336,224",
         True,
     )
-    output = speed_text(make_bench())
-    assert output.startswith("load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos")
-    assert "serve, no caches" in output and "serve, caches on" in output
-    row = next(line for line in output.splitlines() if "requests per second" in line)
-    assert row.split()[-7:] == ["5", "requests/s", "10", "requests/s", "can't", "tell", "(2.00x)"]
+    output = tables(findings(make_bench()))
+    assert "load closed:8, 10 requests a burst, 5 tokens an answer, 2 turns a side; photos" in output
+    assert "served, no caches" in output and "served, caches on" in output
+    row = next(line for line in output.splitlines() if "requests/s" in line)
+    assert row.split() == ["requests/s", "5.00", "10.0", "can't", "tell", "(2.00x)"]
     assert "weights" in output and "4.10 MB" in output
     assert "2 of 42 requests failed." in output
+
+
+def findings(bench: Bench) -> Findings:
+    before, after = (Side(name=side, path=side, weight_bytes=size) for side, size in SIZES.items())
+    return Findings(Results(created="", version="", baseline=before, candidate=after, bench=bench))
 
 
 def make_bench() -> Bench:
@@ -82,7 +88,6 @@ def make_bench() -> Bench:
         for side in ("baseline", "candidate")
         for state in ("cold", "warm")
     ]
-    cache = {"block_size": "16", "kv_cache_size_tokens": "9600"}
     return Bench(
         load="closed:8",
         requests=10,
@@ -94,7 +99,7 @@ def make_bench() -> Bench:
         tool="test",
         runs=runs,
         summary=summarise(runs),
-        memory={side: memory(size, 2048, 96.0, cache) for side, size in SIZES.items()},
+        memory={side: Memory(weight_bytes=n, kv_cache_tokens=9600, max_concurrency=100) for side, n in SIZES.items()},
     )
 
 
@@ -105,7 +110,7 @@ def test_drafted_tokens_are_shown_for_each_side() -> None:
     what a client saw, to whom they came together, is not asked.
     """
     bench = make_bench()
-    assert "drafted" not in speed_text(bench)
+    assert "drafted" not in tables(findings(bench))
     counts = {"drafts": 2, "drafted": 6, "accepted": 3, "accepted_at": [2, 1, 0]}
     drafting = [
         run.model_copy(update=counts) for run in bench.runs if (run.side, run.state) == ("candidate", "cold")
@@ -113,7 +118,7 @@ def test_drafted_tokens_are_shown_for_each_side() -> None:
     changed = [run for run in bench.runs if (run.side, run.state) != ("candidate", "cold")] + drafting
     seconds = {"baseline": 40 * 0.02, "candidate": 40 * 0.037}
     changed = [run.model_copy(update={"decode_seconds": seconds[run.side], "tpot_ms": [0.01]}) for run in changed]
-    output = speed_text(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
-    (line,) = [line.split() for line in output.splitlines() if line.strip().startswith("candidate, serve, no caches")]
-    assert line[-11:] == ["12", "6", "50.0%", "100%,", "50%,", "0%", "2.50", "2.00", "of", "the", "baseline's"]
-    assert "baseline, serve" not in output
+    report = findings(bench.model_copy(update={"runs": changed, "summary": summarise(changed)}))
+    row = ("candidate, cold", "12", "6", "50.0%", "100%, 50%, 0%", "2.50", "2.00 of the baseline's")
+    assert report.drafting[1:] == [row]
+    assert all(cell in text for text in (tables(report), markdown(report).replace("\\", "")) for cell in row)

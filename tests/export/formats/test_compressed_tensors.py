@@ -52,7 +52,7 @@ def test_same_bits_as_the_library(case):
     if qt.global_scale is not None:
         state["weight_global_scale"] = qt.global_scale
     expected = compressor.compress(state, group)
-    stored = ct.tensors(qt, scheme, input_scale)
+    stored = ct.FORMAT.tensors(qt, scheme, input_scale)
     assert stored.keys() - {"input_scale", "input_global_scale"} == expected.keys()
     for name, tensor in expected.items():
         got = stored[name].to(tensor.dtype) if name == "weight_scale" else stored[name]
@@ -63,8 +63,8 @@ def test_library_reads_back_our_weight(case):
     """Oracle: compressed-tensors' decompressor returns exactly `QTensor.dequantize`."""
     scheme, qt, input_scale = case
     compressor, group = library(scheme)
-    stored = ct.tensors(qt, scheme, input_scale)
-    back, _ = ct.read(stored, scheme, tuple(qt.q.shape))
+    stored = ct.FORMAT.tensors(qt, scheme, input_scale)
+    back, _ = ct.FORMAT.read(stored, scheme, tuple(qt.q.shape))
     assert torch.equal(back.dequantize(torch.float32), qt.dequantize(torch.float32))
     stored["weight_scale"] = stored["weight_scale"].float()
     back = compressor.decompress(stored, group)["weight"]
@@ -73,15 +73,15 @@ def test_library_reads_back_our_weight(case):
 
 def test_specs_are_those_of_what_is_stored(case):
     scheme, qt, input_scale = case
-    specs = {name: Spec.of(tensor) for name, tensor in ct.tensors(qt, scheme, input_scale).items()}
-    assert specs == ct.specs(scheme, *qt.q.shape, Spec.of(qt.scale).dtype)
+    specs = {name: Spec.of(tensor) for name, tensor in ct.FORMAT.tensors(qt, scheme, input_scale).items()}
+    assert specs == ct.FORMAT.specs(scheme, *qt.q.shape, Spec.of(qt.scale).dtype)
 
 
 def test_config_names_the_scheme(case):
     scheme, _, _ = case
     config = ct.quantization_config([(scheme, ["Linear"])], ["lm_head"])
     assert ct.scheme_of(config["config_groups"]["group_0"]) == scheme
-    assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.storage(scheme)
+    assert config["format"] == config["config_groups"]["group_0"]["format"] == ct.FORMAT.storage(scheme)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_nothing_quantized_has_no_config():
 )
 def test_what_no_engine_reads_is_refused(scheme):
     with pytest.raises(UserError):
-        ct.storage(scheme)
+        ct.FORMAT.storage(scheme)
 
 
 def test_an_input_scale_must_belong_to_the_scheme(case):
     scheme, qt, input_scale = case
     with pytest.raises(ValueError, match="input scale"):
-        ct.tensors(qt, scheme, None if input_scale is not None else torch.tensor(1.0))
+        ct.FORMAT.tensors(qt, scheme, None if input_scale is not None else torch.tensor(1.0))
 
 
 def test_zero_points_must_fill_words():
     with pytest.raises(ValueError, match="whole words"):
-        ct.specs(SCHEMES["w4-asymmetric"], 100, 256, "BF16")
+        ct.FORMAT.specs(SCHEMES["w4-asymmetric"], 100, 256, "BF16")
 
 
 @pytest.mark.parametrize("name", ["a.layers.0.q_proj", "a.visual.blocks.1.qkv", "visual.merger.0", "lm_head", "b.x"])

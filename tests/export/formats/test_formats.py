@@ -14,7 +14,7 @@ from tests.kit import rtn
 from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.export import formats
-from vlmcompress.export.formats import Reader, Writer, awq, fp8, gptq, gptq_v2, modelopt
+from vlmcompress.export.formats import Reader, Writer, awq, fp8, gptq, modelopt
 from vlmcompress.export.layer_targets import describe_layers, misnamed
 from vlmcompress.models.layer_names import Kept, Layers
 from vlmcompress.numerics import NVFP4, ActFormat, Format, QTensor, Scheme, round_to_nearest
@@ -90,9 +90,9 @@ def test_specs_are_those_of_what_is_stored(name, key):
 @pytest.mark.parametrize(("name", "key"), [case for case in STORED if isinstance(FORMATS.get(case[0]), Reader)])
 def test_what_is_read_is_what_was_stored(name, key):
     """Codes, scales and zero points come back, so that weights are equal bit for bit in every format that holds them."""
-    module, scheme = FORMATS.get(name), SCHEMES[key]
+    format, scheme = FORMATS.get(name), SCHEMES[key]
     qt, tensors, scale = stored(name, key)
-    back, input_scale = module.read(tensors, scheme, (ROWS, COLUMNS))
+    back, input_scale = format.read(tensors, scheme, (ROWS, COLUMNS))
     assert torch.equal(back.q.float(), qt.q.float()) and back.q.dtype == qt.q.dtype
     if qt.global_scale is not None and name == "modelopt":  # which stores reciprocals
         assert torch.equal(1 / back.global_scale, 1 / qt.global_scale)
@@ -105,7 +105,7 @@ def test_what_is_read_is_what_was_stored(name, key):
 
 
 def test_a_format_is_written_read_or_both():
-    assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8, Reader)
+    assert set(FORMATS.names()) - set(WRITTEN) == {"fp8"} and isinstance(fp8.FORMAT, Reader)
     assert [name for name in WRITTEN if not isinstance(FORMATS.get(name), Reader)] == [
         "bf16",
         "gguf",
@@ -165,38 +165,38 @@ def test_gptq_is_auto_rounds(key):
     assert torch.equal(tensors["qzeros"], theirs.qzeros)
     if scheme.weights.symmetric and bits > 2:
         theirs.pack(linear, qt.scale.float(), middle, device="cpu")
-        first = gptq.tensors(qt, scheme)
+        first = gptq.FORMAT.tensors(qt, scheme)
         assert all(torch.equal(first[local], getattr(theirs, local)) for local in first)
 
 
 @pytest.mark.parametrize(
-    ("module", "key", "message"),
+    ("name", "key", "message"),
     [
-        (awq, "w8-symmetric-64", "4-bit integer weights"),
-        (awq, "w4-symmetric-16", "groups of 32, 64 or 128"),
-        (awq, "fp8", "4-bit integer weights"),
-        (gptq, "w4-asymmetric-64", "symmetric weights only"),
-        (gptq, "w2-symmetric-64", "4 or 8 bits"),
-        (gptq_v2, "w3-symmetric-64", "2, 4 or 8 bits"),
-        (modelopt, "w4-symmetric-64", "ModelOpt files hold"),
-        (modelopt, "int8", "ModelOpt files hold"),
+        ("awq", "w8-symmetric-64", "4-bit integer weights"),
+        ("awq", "w4-symmetric-16", "groups of 32, 64 or 128"),
+        ("awq", "fp8", "4-bit integer weights"),
+        ("gptq", "w4-asymmetric-64", "symmetric weights only"),
+        ("gptq", "w2-symmetric-64", "4 or 8 bits"),
+        ("gptq-v2", "w3-symmetric-64", "2, 4 or 8 bits"),
+        ("modelopt", "w4-symmetric-64", "ModelOpt files hold"),
+        ("modelopt", "int8", "ModelOpt files hold"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused_by_name(module, key, message):
+def test_what_a_format_cannot_hold_is_refused_by_name(name, key, message):
     with pytest.raises(UserError, match=message):
-        module.storage(SCHEMES[key])
+        FORMATS.get(name).storage(SCHEMES[key])
 
 
-@pytest.mark.parametrize("module", [awq, gptq, gptq_v2])
-def test_scales_are_16_bit_floats_or_refused(module):
-    scheme = SCHEMES["w4-symmetric-64"]
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2"])
+def test_scales_are_16_bit_floats_or_refused(name):
+    format, scheme = FORMATS.get(name), SCHEMES["w4-symmetric-64"]
     exact = quantized(scheme, torch.float16)
-    assert module.tensors(exact, scheme)["scales"].dtype == torch.float16
+    assert format.tensors(exact, scheme)["scales"].dtype == torch.float16
     with pytest.raises(UserError, match="scales are no 16-bit floats"):
-        module.tensors(quantized(scheme, torch.float32), scheme)
+        format.tensors(quantized(scheme, torch.float32), scheme)
     tiny = QTensor(exact.q, torch.full_like(exact.scale, 1e-9, dtype=torch.bfloat16), None, exact.format)
     with pytest.raises(UserError, match="scales are no 16-bit floats"):
-        module.tensors(tiny, scheme)
+        format.tensors(tiny, scheme)
 
 
 def test_one_scheme_or_several():
@@ -217,16 +217,16 @@ def test_one_scheme_or_several():
         "modelopt": 2,
         "openvino": 1,
     }
-    block = gptq.configs(layers)["config.json"]
+    block = gptq.FORMAT.configs(layers)["config.json"]
     assert block["bits"] == 4 and len(block["dynamic"]) == 2
     for name, scheme in names.items():
-        assert gptq.scheme_in(block, name, {"qweight": Spec("I32", (1,))}, (1, 1)) == scheme
+        assert gptq.FORMAT.scheme_in(block, name, {"qweight": Spec("I32", (1,))}, (1, 1)) == scheme
     fp8, static = SCHEMES["fp8"], SCHEMES["fp8-static"]
     algorithms = {name: fp8 if scheme == four else static for name, scheme in names.items()}
-    mixed = modelopt.configs(Layers([], [], algorithms))["config.json"]
+    mixed = modelopt.FORMAT.configs(Layers([], [], algorithms))["config.json"]
     assert mixed["quant_algo"] == "MIXED_PRECISION"
     for name in names:
-        assert modelopt.scheme_in(mixed, name, {"weight_scale": Spec("F32", ())}, (1, 1)) == algorithms[name]
+        assert modelopt.FORMAT.scheme_in(mixed, name, {"weight_scale": Spec("F32", ())}, (1, 1)) == algorithms[name]
 
 
 @pytest.mark.parametrize("family", models.REGISTRY.names())
@@ -237,13 +237,13 @@ def test_every_reader_resolves_names_to_the_same_layers(family, tmp_path):
     names = models.disk_names(model, models.tensor_headers(folder))
     groups = models.resolve_groups(model, spec)
     skipped = groups[-1].linears[0]
-    for module, key in ((awq, "w4-symmetric-32"), (gptq, "w4-symmetric-32"), (modelopt, "fp8")):
+    for format, key in ((awq.FORMAT, "w4-symmetric-32"), (gptq.FORMAT, "w4-symmetric-32"), (modelopt.FORMAT, "fp8")):
         schemes = {linear: SCHEMES[key] for group in groups for linear in group.linears if group != groups[-1]}
-        block = module.configs(describe_layers(schemes, model, names, spec))["config.json"]
+        block = format.configs(describe_layers(schemes, model, names, spec))["config.json"]
         every = {linear: str(schemes[linear]) if linear in schemes else None for linear in models.linear_names(model)}
-        assert misnamed(module, block, every, names, spec) == [], module
-        wrong = misnamed(module, block, every | {skipped: "quantized"}, names, spec)
-        assert {alias.split(".")[-1] for alias, _, _ in wrong} == {skipped.split(".")[-1]}, module
+        assert misnamed(format, block, every, names, spec) == [], format.METHOD
+        wrong = misnamed(format, block, every | {skipped: "quantized"}, names, spec)
+        assert {alias.split(".")[-1] for alias, _, _ in wrong} == {skipped.split(".")[-1]}, format.METHOD
 
 
 @pytest.mark.parametrize("key", ["nvfp4", "nvfp4a16"])
@@ -276,8 +276,8 @@ def test_blocks_of_fp8_are_multiplied_block_by_block():
             block = slice(64 * i, 64 * i + 64), slice(128 * j, 128 * j + 128)
             expected[block] = q.float()[block] * scale[i, j]
     assert torch.equal(QTensor(q, scale, None, fmt).dequantize(torch.float32), expected)
-    back, _ = fp8.read({"weight": q, "weight_scale": scale}, Scheme(fmt), (96, 200))
+    back, _ = fp8.FORMAT.read({"weight": q, "weight_scale": scale}, Scheme(fmt), (96, 200))
     assert torch.equal(back.dequantize(torch.float32), expected)
     config = {"quant_method": "fp8", "weight_block_size": [64, 128]}
-    scheme = fp8.scheme_in(config, ("x",), {"weight_scale": Spec("F32", (2, 2))}, (96, 200))
+    scheme = fp8.FORMAT.scheme_in(config, ("x",), {"weight_scale": Spec("F32", (2, 2))}, (96, 200))
     assert scheme == SCHEMES["fp8-block"]

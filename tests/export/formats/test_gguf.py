@@ -14,7 +14,7 @@ from vlmcompress.cli import main
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.formats import gguf as exporter
 from vlmcompress.export.gguf import GgufFile, ModelFacts, TensorRule
-from vlmcompress.export.gguf.plan import planned
+from vlmcompress.export.gguf.tensors import tensors_to_write
 from vlmcompress.export.gguf.tokenizer import _scores
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
@@ -42,8 +42,8 @@ def quantized(fmt: Format):
 @pytest.mark.parametrize(("kind", "fmt"), FORMS)
 def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
     qt = quantized(fmt)
-    stored = exporter.tensors(qt, Scheme(fmt))["weight"]
-    assert exporter.storage(Scheme(fmt)) == kind
+    stored = exporter.FORMAT.tensors(qt, Scheme(fmt))["weight"]
+    assert exporter.FORMAT.storage(Scheme(fmt)) == kind
     weights = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind]))
     if kind == "NVFP4":
         assert torch.equal(weights, qt.q.float() * qt.scale.float().repeat_interleave(16, 1))
@@ -56,7 +56,7 @@ def test_ggml_reads_the_blocks_as_the_same_weights(kind, fmt):
 
 def test_codes_and_scales_of_q4_0_are_unchanged():
     qt = quantized(Format("int", 4, 64))
-    blocks = exporter.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
+    blocks = exporter.FORMAT.tensors(qt, Scheme(qt.format))["weight"].view(ROWS, COLUMNS // 32, 18)
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
     codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], -1).view(ROWS, COLUMNS)
     assert torch.equal(scales[:, ::2], qt.scale) and torch.equal(scales[:, 1::2], qt.scale)
@@ -66,7 +66,7 @@ def test_codes_and_scales_of_q4_0_are_unchanged():
 def test_a_scale_that_is_no_float16_is_refused():
     qt = round_to_nearest(torch.randn(4, 32) * 1e-7, Format("int", 4, 32), scale_dtype=torch.float32)
     with pytest.raises(UserError, match="no 16-bit floats"):
-        exporter.tensors(qt, Scheme(qt.format))
+        exporter.FORMAT.tensors(qt, Scheme(qt.format))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_scale_that_is_no_float16_is_refused():
 )
 def test_a_scheme_that_no_type_holds_is_refused(scheme, reason):
     with pytest.raises(UserError, match=reason):
-        exporter.storage(scheme)
+        exporter.FORMAT.storage(scheme)
 
 
 def test_rows_that_are_no_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="whole blocks"):
-        exporter.specs(Scheme(Format("int", 4, -1)), 8, 48, "F16")
+        exporter.FORMAT.specs(Scheme(Format("int", 4, -1)), 8, 48, "F16")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_matrices_of_a_tower_have_8_bits_where_llama_cpp_quantizes_them(mmproj, 
         mmproj=mmproj,
     )
     rules = GgufFile({}, tuple(TensorRule(name, name) for name in shapes))
-    plans = planned(rules, parts, ModelFacts({}, {}), "vision")
+    plans = tensors_to_write(rules, parts, ModelFacts({}, {}), "vision")
     expected = dict.fromkeys(shapes, rest) | dict.fromkeys(list(shapes)[:2], matrix)
     expected |= dict.fromkeys(("v.position_embd.weight", "v.class_embd", "v.blk.0.ln1.weight"), "F32")
     assert {plan.name: plan.kind for plan in plans} == expected

@@ -31,7 +31,7 @@ def family_of(tmp_path_factory):
 def configure(model, spec, names, schemes):
     """Config and expected group of every layer."""
     groups = targets(schemes, names, spec)
-    config = ct.configs(describe_layers(schemes, model, names, spec))["config.json"]
+    config = ct.FORMAT.configs(describe_layers(schemes, model, names, spec))["config.json"]
     order = [scheme for scheme, _ in groups]
     expected = {
         name: f"group_{order.index(schemes[name])}" if name in schemes else None for name in models.linear_names(model)

@@ -44,7 +44,7 @@ def wide(qt: QTensor) -> QTensor:
 def test_affine_codes_are_a_stream_of_bits(fmt):
     """Oracle: the bits of each row written out one by one, and MLX's formula in float64."""
     qt = wide(quantized(fmt))
-    stored = mlx.tensors(qt, Scheme(fmt))
+    stored = mlx.FORMAT.tensors(qt, Scheme(fmt))
     groups = COLUMNS // fmt.group
     for row in range(ROWS):
         number = sum(int(word) << (32 * at) for at, word in enumerate(stored["weight"][row].to(torch.int64)))
@@ -59,7 +59,7 @@ def test_mlx_reads_the_same_weights(fmt):
     """Oracle: `mx.dequantize` in float32."""
     mx = pytest.importorskip("mlx.core")
     scheme, qt = Scheme(fmt), wide(quantized(fmt))
-    stored = {name: mx.array(tensor.numpy()) for name, tensor in mlx.tensors(qt, scheme).items()}
+    stored = {name: mx.array(tensor.numpy()) for name, tensor in mlx.FORMAT.tensors(qt, scheme).items()}
     numbers = mlx.numbers(scheme)
     weight = mx.dequantize(stored["weight"], stored["scales"], stored.get("biases"), **numbers, dtype=mx.float32)
     weight, expected = torch.from_dlpack(weight), qt.dequantize(torch.float32)
@@ -73,7 +73,7 @@ def test_mlx_reads_the_same_weights(fmt):
 def test_biases_without_zero_points_are_exact(dtype):
     for bits in (2, 3, 4, 5, 6, 8):
         qt = quantized(Format("int", bits, 64), dtype)
-        stored = mlx.tensors(qt, Scheme(qt.format))
+        stored = mlx.FORMAT.tensors(qt, Scheme(qt.format))
         assert stored["biases"].dtype == dtype
         assert torch.equal(stored["biases"].double(), -(2.0 ** (bits - 1)) * qt.scale.double())
 
@@ -91,14 +91,14 @@ def test_biases_without_zero_points_are_exact(dtype):
 )
 def test_schemes_that_mlx_lacks_are_refused(scheme, message):
     with pytest.raises(UserError, match=message):
-        mlx.storage(scheme)
+        mlx.FORMAT.storage(scheme)
 
 
 @pytest.mark.parametrize(("bits", "group", "mode"), [(4, 48, "affine"), (7, 64, "affine"), (4, 64, "mxfp4")])
 def test_checkpoints_that_an_mlx_folder_cannot_hold_are_refused(bits, group, mode):
     block = {"bits": bits, "group_size": group, "mode": mode}
     with pytest.raises(UserError, match=f"this is '{mode}' with {bits} bits, group_size {group}"):
-        mlx.scheme_in(block, ("a", "b", "c"), {"scales": Spec("BF16", (8, 8))}, (8, 512))
+        mlx.FORMAT.scheme_in(block, ("a", "b", "c"), {"scales": Spec("BF16", (8, 8))}, (8, 512))
 
 
 @pytest.mark.parametrize("family", ["qwen3-5", "gemma3"])

@@ -19,28 +19,29 @@ from vlmcompress.numerics import Format, Scheme, round_to_nearest
 
 PLAIN = '''"""Weights rounded as the scheme says and stored in 16 bits: any engine reads them, and nothing gets smaller."""
 
-import torch
+from typing_extensions import override
 
+from vlmcompress.export.formats import Writer
 from vlmcompress.utils.tensor_headers import Spec
 
-FORMAT = "plain"
-KV_SCALES = None
+
+class Plain(Writer):
+    METHOD = "plain"
+
+    @override
+    def storage(self, scheme):
+        return "dense"
+
+    @override
+    def specs(self, scheme, rows, columns, dtype):
+        return {"weight": Spec(dtype, (rows, columns))}
+
+    @override
+    def tensors(self, qt, scheme, input_scale=None):
+        return {"weight": qt.dequantize(qt.scale.dtype)}
 
 
-def storage(scheme):
-    return "dense"
-
-
-def specs(scheme, rows, columns, dtype):
-    return {"weight": Spec(dtype, (rows, columns))}
-
-
-def tensors(qt, scheme, input_scale=None):
-    return {"weight": qt.dequantize(qt.scale.dtype)}
-
-
-def configs(layers):
-    return {}
+FORMAT = Plain()
 '''
 
 
@@ -73,7 +74,7 @@ def test_a_third_partys_format_is_one_file(joined, tmp_path):
 
 def test_the_bundled_format_has_what_a_format_needs():
     scheme = Scheme(Format("int", 4, 128))
-    assert compressed_tensors.FORMAT == "compressed-tensors"
+    assert compressed_tensors.FORMAT.METHOD == "compressed-tensors"
     config = compressed_tensors.quantization_config([(scheme, ["Linear"])], [])
     group = compressed_tensors.group_of(config, "model.layers.0.mlp.down_proj")
     assert compressed_tensors.scheme_of(config["config_groups"][group]) == scheme

@@ -2,12 +2,11 @@
 
 Tensors on it have the device type `cuda` and go through the dispatcher's real CUDA key (`device.cpp`). Refused are mixed
 devices, by the column `device_check` of torch's own table of operators; operators without a CUDA kernel; generators of another
-device; products of integers and of float8; factorizations in 16 bits. Fresh memory holds NaN. Kernels are counted, and what
-makes the host wait and copies between host and device with the line of the package that caused them (`counting`).
+device; products of integers and of float8; factorizations in 16 bits. Fresh memory holds NaN. Kernels are counted.
 
-It can't show races of streams, the rounding of CUDA's kernels, or speed. A process that loads it has a CUDA device for good,
-so tests run in processes of their own (`checks.py`). It is built once for a version of torch, in half a minute of processor
-time, and kept in the user's cache folder or the system's for temporary files.
+It can't show waits and races of streams, the rounding of CUDA's kernels, or speed: `scripts/gpu_check` does, on a GPU. A
+process that loads it has a CUDA device for good, so tests run in processes of their own. It is built once for a version of
+torch, in half a minute of processor time, and kept in the user's cache folder or the system's for temporary files.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,18 +31,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 LIBRARY, OPERATORS = "pretended_cuda.so", "operators.json"
 SWITCH = "VLMCOMPRESS_PRETENDED_CUDA"  # set by `plugin`, and read by `tests/kit/forks_parent.py`
 CAPABILITY = (9, 0)
-OTHERS = " (in a library)"
-WAITS = ("wait", "awaited upload", "awaited download")
 
-# Operators after which CUDA's kernels read a size or a state on the host.
-WAITING = (
-    *("nonzero", "nonzero.out", "masked_select", "masked_select.out", "equal", "bincount", "repeat_interleave.Tensor"),
-    *("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive", "isin.Tensor_Tensor_out"),
-    *("linalg_eigh", "_linalg_eigh.eigenvalues", "_linalg_svd", "_linalg_svd.U", "linalg_lstsq.out", "linalg_qr.out"),
-    *("geqrf.a", "median", "_histogramdd_from_bin_cts"),
-)
-# Operators whose CUDA kernels add numbers up in whatever order threads run, where one place gets several.
-UNORDERED = ("index_add_", "index_add", "index_add.out", "scatter_add_", "scatter_add", "scatter_add.out")
 _DISPATCHED = {
     *("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"),
     "CompositeImplicitAutogradNestedTensor",
@@ -117,6 +103,14 @@ def _operators() -> tuple[list[str], list[str]]:
     return [f"aten::{name}" for name in checked], [f"aten::{name}" for name in kernelless]
 
 
+_device: Any = None
+
+
+def kernels_launched() -> int:
+    """How many kernels this process has launched on the device."""
+    return int(_device.kernels_launched())
+
+
 def install(memory: int = 80 * 2**30) -> None:
     """Give this process the device, with so many bytes of memory."""
     import accelerate  # noqa: F401 - these look for the C parts of torch.cuda when they are imported
@@ -133,8 +127,7 @@ def install(memory: int = 80 * 2**30) -> None:
     for name in ("memory_used", "most_memory_used", "kernels_launched"):
         getattr(_device, name).restype = ctypes.c_int64
     _device.generator.restype = ctypes.py_object
-    counted = ([f"aten::{name}" for name in names] for names in (WAITING, UNORDERED))
-    _device.begin(*(" ".join(names).encode() for names in (*json.loads((folder / OPERATORS).read_text()), *counted)))
+    _device.begin(*(" ".join(names).encode() for names in json.loads((folder / OPERATORS).read_text())))
     _replace(memory)
 
 
@@ -154,7 +147,7 @@ def _replace(memory: int) -> None:
     both: dict[str, Any] = {
         "is_available": lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "",
         "device_count": lambda: 1,
-        "synchronize": lambda *_: _counts.note("wait", "synchronize", 0),
+        "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "memory_allocated": lambda *_: _device.memory_used(),
         "max_memory_allocated": lambda *_: _device.most_memory_used(),
@@ -195,73 +188,6 @@ def _cloned(storage: Any) -> Any:
     import torch
 
     return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
-
-
-@dataclass
-class Counts:
-    """What happened on the device.
-
-    Attributes:
-        kernels: how many were launched.
-        places: (kind, operator, line of the package) -> times. Kinds are those of `WAITS`; "upload" and "download" for
-            copies with `non_blocking`, which the host does not wait for; "unordered" for sums that no two runs may agree on.
-            `OTHERS` marks what a line calls of a library.
-        nbytes: bytes copied, by kind.
-        peak: most bytes of the device in use at a time.
-    """
-
-    kernels: int = 0
-    places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    peak: int = 0
-
-    @property
-    def waits(self) -> int:
-        """How often the host waited for the device."""
-        return self.of(*WAITS)
-
-    def of(self, *kinds: str) -> int:
-        """How often something of these kinds happened."""
-        return sum(times for (kind, *_), times in self.places.items() if kind in kinds)
-
-    def note(self, kind: str, what: str, nbytes: int) -> None:
-        """Count it, for the innermost line of the package."""
-        frame, place, others = sys._getframe(1), "elsewhere", ""
-        while frame:
-            file = frame.f_code.co_filename
-            if "/site-packages/transformers/models/" in file or "/site-packages/vllm/" in file:
-                others = OTHERS
-            if "/vlmcompress/" in file and "/site-packages/" not in file:
-                place = f"{file.rpartition('/vlmcompress/')[2]}:{frame.f_lineno}{others}"
-                break
-            frame = frame.f_back  # type: ignore[assignment]
-        self.places[kind, what.split(" ")[0], place] += 1
-        self.nbytes[kind] += nbytes
-
-
-_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
-_counts = Counts()
-_device: Any = None
-
-
-@_LISTENER
-def _heard(kind: bytes, what: bytes, nbytes: int) -> None:
-    _counts.note(kind.decode(), what.decode(), nbytes)
-
-
-@contextmanager
-def counting() -> Iterator[Counts]:
-    """Count what happens on the device within the context."""
-    global _counts
-    before, _counts = _device.kernels_launched(), Counts()
-    counts = _counts
-    _device.forget_peak()
-    _device.listen(_heard)
-    try:
-        yield counts
-    finally:
-        _device.listen(None)
-        counts.kernels, counts.peak = _device.kernels_launched() - before, _device.most_memory_used()
 
 
 @contextmanager

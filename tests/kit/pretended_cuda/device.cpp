@@ -1,8 +1,7 @@
 // A pretended CUDA device for a CPU build of torch, in main memory, behind the real CUDA dispatch key.
 //
 // Every operator runs its CPU kernel on aliases of the same memory, once the devices of its arguments were checked as CUDA's
-// wrappers check them. Fresh memory holds NaN. Kernels, copies and what makes the host wait are handed to a callback. Python calls
-// the functions at the end by ctypes. Headers of single operators, and no pybind11, take half of the time to build away.
+// wrappers check them. Fresh memory holds NaN. Python calls the functions at the end by ctypes. Headers of single operators, and no pybind11, take half of the time to build away.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
@@ -42,11 +41,8 @@ using Names = std::unordered_set<std::string>;
 const Device kDevice(DeviceType::CUDA, 0);
 const c10::DispatchKeySet kCuda(c10::DispatchKey::CUDA);
 std::atomic<int64_t> used{0}, peak{0}, kernels{0};
-void (*callback)(const char* kind, const char* what, int64_t bytes) = nullptr;
 Names checked;    // operators that accept no CPU scalar beside CUDA tensors
 Names kernelless; // operators without a CUDA kernel
-Names waiting;    // operators after which the host waits for the device
-Names unordered;  // operators that add numbers up in whatever order threads run
 
 // ---- memory, guard, generator, hooks
 
@@ -170,10 +166,6 @@ std::string described(const Tensor& tensor) {
   return text + "] ";
 }
 
-void report(const std::string& kind, const std::string& what, int64_t bytes = 0) {
-  if (callback) callback(kind.c_str(), what.c_str(), bytes);
-}
-
 Tensor shaped(c10::Storage storage, c10::DispatchKey key, const Tensor& as) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), as.dtype());
   auto* impl = tensor.unsafeGetTensorImpl();
@@ -237,9 +229,6 @@ class Call {
     kIndexing.count(name_) ? check_indices() : check_devices();
     check_types();
     kernels++;
-    if (waiting.count(name_) && !size_given()) report("wait", name_ + " " + text_);
-    if (unordered.count(name_) && at::isFloatingType(arguments_[0].original.scalar_type()))
-      report("unordered", name_ + " " + text_);
     if (kWideProducts.count(name_)) return wide_product();
     {
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -302,10 +291,6 @@ class Call {
       const bool index = arguments_[i].index;
       TORCH_CHECK(tensor.device() == self.device() || (tensor.device().is_cpu() && (index || tensor.dim() == 0)),
                   "indices should be either on cpu or on the same device as the indexed tensor (", name_, ") ", text_);
-      if (!on_device(self) || !index) continue;
-      const bool mask = tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
-      if (tensor.device().is_cpu()) report("awaited upload", name_ + " " + text_, tensor.nbytes());
-      else if (mask && name_ != "aten::index.Tensor_out") report("wait", name_ + " (mask) " + text_);  // that called nonzero
     }
   }
 
@@ -319,10 +304,6 @@ class Call {
     if (schema_.name().rfind("aten::linalg_", 0) == 0 && !elementwise)
       TORCH_CHECK(type == at::kFloat || type == at::kDouble || at::isComplexType(type),
                   "linalg: Low precision dtypes not supported. Got ", c10::toString(type), " (", name_, ")");
-  }
-
-  bool size_given() {  // of repeat_interleave, which then reads none
-    return name_ == "aten::repeat_interleave.Tensor" && stack_[begin_ + 1].isInt();
   }
 
   void wide_product() {  // only CUDA has these, for 16-bit factors
@@ -388,12 +369,9 @@ Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<at::ScalarType> t
   return at::detail::empty_strided_generic(sizes, strides, &allocator, kCuda, c10::dtype_or_default(type));
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+Tensor& copy_(Tensor& self, const Tensor& source, bool) {
   if (self.is_same(source)) return self;
-  const auto text = "copy_ " + described(self) + "<- " + described(source);
-  const auto kind = on_device(self) ? "upload" : "download";
   if (on_device(self) && on_device(source)) kernels++;
-  else report(non_blocking ? kind : std::string("awaited ") + kind, text, source.nbytes());
   at::AutoDispatchBelowADInplaceOrView guard;
   Aliases aliases;
   auto to = on_device(self) ? aliases.cpu(self) : self;
@@ -402,7 +380,6 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 }
 
 at::Scalar item(const Tensor& self) {
-  report("wait", "item " + described(self));
   at::AutoDispatchBelowADInplaceOrView guard;
   return at::_ops::_local_scalar_dense::call(cpu(self));
 }
@@ -478,8 +455,8 @@ Names split(const char* words) {
 }  // namespace
 
 extern "C" {
-void begin(const char* all_on_device, const char* without_kernel, const char* that_wait, const char* that_race) {
-  checked = split(all_on_device), kernelless = split(without_kernel), waiting = split(that_wait), unordered = split(that_race);
+void begin(const char* all_on_device, const char* without_kernel) {
+  checked = split(all_on_device), kernelless = split(without_kernel);
   c10::SetAllocator(DeviceType::CUDA, &allocator, 1);
   // torch keeps the hooks that it got while it was imported, a stub; the stub's functions become ours.
   auto& hooks = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
@@ -488,7 +465,6 @@ void begin(const char* all_on_device, const char* without_kernel, const char* th
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
   at::native::conv_depthwise2d_backward_stub.set_cuda_dispatch_ptr(&depthwise_backward);
 }
-void listen(void (*function)(const char*, const char*, int64_t)) { callback = function; }
 int64_t memory_used() { return used; }
 int64_t most_memory_used() { return peak; }
 int64_t kernels_launched() { return kernels; }

@@ -190,9 +190,9 @@ def test_videos_that_cannot_be_shown(loaded, tmp_path, monkeypatch):
     vlm, damaged = loaded("qwen3-vl"), tmp_path / "damaged.mp4"
     damaged.write_bytes(film(tmp_path / "film.mp4", 9).read_bytes()[:400])
 
-    def say(source, *says):
+    def say(source, *message):
         refused(
-            lambda: encode([Sample("a", (), "what?", videos=(Video(source, "row 3"),))], vlm), "row 3: video", *says
+            lambda: encode([Sample("a", (), "what?", videos=(Video(source, "row 3"),))], vlm), "row 3: video", *message
         )
 
     say(damaged, "damaged.mp4' cannot be decoded")
@@ -264,7 +264,7 @@ def test_template_of_the_tokenizer_is_used(loaded):
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows 0 of 2 images"),
         ("{{ '<image>' * 2 }}", "does not show its text"),
@@ -272,8 +272,8 @@ def test_template_of_the_tokenizer_is_used(loaded):
         (CHAT.replace("messages", "messages[:1]"), "does not show the answer"),
     ],
 )
-def test_templates_that_do_not_fit(loaded, template, says):
-    refused(lambda: encode(SAMPLES[:1], with_template(loaded("llava"), template)), "sample 'two images'", says)
+def test_templates_that_do_not_fit(loaded, template, message):
+    refused(lambda: encode(SAMPLES[:1], with_template(loaded("llava"), template)), "sample 'two images'", message)
 
 
 def test_placeholder_in_the_text(family, loaded):
@@ -317,15 +317,17 @@ def test_where_a_model_refuses_everything_its_file_is_named(checkpoint, tmp_path
     file = folder / {"template": "chat_template.jinja", "processor": "processor_config.json"}[part]
     if part == "template":
         file.write_text("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
-        says = "chat template refuses even a plain question about a plain image (can only concatenate str"
+        message = "chat template refuses even a plain question about a plain image (can only concatenate str"
     else:  # as transformers 4.47 to 4.50 saved it
         content = json.loads(file.read_text())
         content["image_processor"]["size"] = {"min_pixels": 3136, "max_pixels": 28224}
         file.write_text(json.dumps(content))
-        says = "processor refuses even a plain question about a plain image (`size` dict must contain 'shortest_edge'"
+        message = (
+            "processor refuses even a plain question about a plain image (`size` dict must contain 'shortest_edge'"
+        )
     vlm = models.load(folder)
     for samples in (SAMPLES[:1], SAMPLES):
-        refused(lambda samples=samples: encode_usable(samples, vlm, "x.jsonl"), says, f"restore {file}")
+        refused(lambda samples=samples: encode_usable(samples, vlm, "x.jsonl"), message, f"restore {file}")
 
 
 def test_image_that_the_processor_refuses(loaded):

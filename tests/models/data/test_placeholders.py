@@ -77,13 +77,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "keys", "says"), WRONG, ids=[f"{name}-{next(iter(keys))}" for name, keys, _ in WRONG])
-def test_settings_that_config_json_contradicts(checkpoint, tmp_path, kind, keys, says):
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"), WRONG, ids=[f"{name}-{next(iter(keys))}" for name, keys, _ in WRONG]
+)
+def test_settings_that_config_json_contradicts(checkpoint, tmp_path, kind, keys, message):
     """The message names the sample, both numbers, the key with its value, and the file."""
     vlm = changed(checkpoint(kind), tmp_path / "model", **keys)
     why = "refuses it" if "patch_size" in keys else "placeholder tokens for"
-    refused(lambda: encode([sample((130, 90))], vlm), "row 1: ", why, f"in processor_config.json {says}")
-    refused(lambda: try_processor_and_template(vlm), "a test image: ", says)
+    refused(lambda: encode([sample((130, 90))], vlm), "row 1: ", why, f"in processor_config.json {message}")
+    refused(lambda: try_processor_and_template(vlm), "a test image: ", message)
 
 
 def test_a_wrong_image_token(checkpoint, tmp_path):

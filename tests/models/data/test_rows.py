@@ -158,7 +158,7 @@ def test_messages_take_images_of_the_column():
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"image": None, "question": " "}, "question is missing or empty"),
         ({"image": None, "question": 3}, "question is not a text"),
@@ -190,8 +190,8 @@ def test_messages_take_images_of_the_column():
         ),
     ],
 )
-def test_unusable_rows_are_refused(row, says):
-    refused(lambda: read(row), "row 1", says)
+def test_unusable_rows_are_refused(row, message):
+    refused(lambda: read(row), "row 1", message)
 
 
 def test_samples_made_by_hand():

@@ -172,7 +172,7 @@ def test_folders_without_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "expected"),
     [
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "\n\n", "no samples"),
@@ -192,9 +192,9 @@ def test_folders_without_images(tmp_path):
         ("a.parquet", "PAR1 junk", "not readable parquet"),
     ],
 )
-def test_broken_files_are_refused(tmp_path, name, content, says):
+def test_broken_files_are_refused(tmp_path, name, content, expected):
     (tmp_path / name).write_text(content)
-    refused(lambda: load_samples(tmp_path / name, samples=None, seed=0), name, says)
+    refused(lambda: load_samples(tmp_path / name, samples=None, seed=0), name, expected)
 
 
 def test_tables_of_vlmevalkit(tmp_path):

@@ -72,8 +72,8 @@ def test_samples_that_the_model_raises_for_are_named(loaded):
     hook = vlm.model.get_input_embeddings().register_forward_pre_hook(refuse)
     try:
         refused(lambda: capture_block_inputs(vlm, rows), "cannot take 2 of the samples", "RuntimeError: too odd")
-        says = r"^row 2: the model raises \(RuntimeError: too odd\); drop it; so it does for 1 other$"
-        with pytest.raises(UserError, match=says), naming(names):
+        message = r"^row 2: the model raises \(RuntimeError: too odd\); drop it; so it does for 1 other$"
+        with pytest.raises(UserError, match=message), naming(names):
             capture_block_inputs(vlm, rows)
         with pytest.raises(RuntimeError, match="too odd"):
             capture_block_inputs(vlm, [rows[2], rows[5]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,31 @@ def test_the_new_output_of_a_changed_block_is_passed_on(model_name, loaded):
             for group in blocks[layer]:
                 for name in group.linears:
                     model.get_submodule(name).weight.data.mul_(1.25)
+
+
+@pytest.mark.parametrize("model_name", ["llava", "qwen3_vl_moe"])
+def test_held_out_samples(model_name, loaded):
+    """Errors are those on the held-out samples' inputs, of an expert on those routed to it, and no sum is changed by them."""
+    vlm = wide(loaded(model_name))
+    batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
+    spec, expected = CaptureSpec(STORABLE), inputs(vlm, batches[-2:])
+    alone = [captured for _, captured in capture_blocks(vlm, blocks, batches[:-2], spec)]
+    captures = capture_blocks(vlm, blocks, batches, replace(spec, held_out=2))
+    layers = [layer for layer, groups in enumerate(blocks) if groups]
+    for layer, (_, captured), without in zip(layers, captures, alone, strict=True):
+        for group in blocks[layer]:
+            stats = captured.stats[group.name]
+            assert stats.count == without.stats[group.name].count and without.stats[group.name].held_out is None
+            assert torch.equal(stats.gram(), without.stats[group.name].gram())
+            w = vlm.model.get_submodule(group.linears[0]).weight.detach().float().cpu()
+            scale = torch.rand(w.shape[1]) + 0.5  # smoothed inputs, too
+            dw, errors = torch.randn_like(w), dict[str, float]()
+            for code, name in enumerate(MODALITIES, start=1):
+                x = torch.cat([x[mask == code] for x, mask in expected[group.linears[0]]]).double() / scale
+                if len(x):
+                    errors[name] = float((x @ dw.double().T).square().sum() / (x @ w.double().T).square().sum())
+            if errors:
+                assert stats.rescaled(scale).measured.error(dw, w) == pytest.approx(errors, rel=1e-3)
 
 
 def test_rows_of_all_tokens(loaded):

@@ -185,8 +185,8 @@ def test_foreign_statistics_are_refused(spoiled, capfd, spoil):
     command += ["--stats", str(spoiled / "llava-stats"), "--set", "options.group_size=32", *spoil(spoiled)]
     before = sorted(spoiled.rglob("*"))
     assert cli.main(command) == 2
-    said = capfd.readouterr().err
-    assert re.search(REFUSED[spoil], said) and said.startswith("error: ") and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert re.search(REFUSED[spoil], output) and output.startswith("error: ") and output.count("\n") == 1
     assert sorted(spoiled.rglob("*")) == before
 
 
@@ -206,8 +206,8 @@ def test_foreign_statistics_are_refused(spoiled, capfd, spoil):
 )
 def test_bad_input_to_calibrate(world, tmp_path, capfd, extra, message):
     assert cli.main(["calibrate", str(world / "llava"), "-o", str(tmp_path / "stats"), *extra]) == 2
-    said = capfd.readouterr().err
-    assert message in said and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert message in output and output.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -79,7 +79,7 @@ def test_a_scheme_gives_groups_to_another(models):
 def test_nvfp4_needs_whole_blocks():
     group = Group(0, "down", ("mlp.down_proj",))
     source = SimpleNamespace(shapes=lambda group: [(64, 40)])
-    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors, None)
+    (problem,) = shape_problems(source, group, Scheme(NVFP4), compressed_tensors.FORMAT, None)
     assert "each 16 inputs" in problem and "skip=[down_proj]" in problem
 
 
@@ -111,7 +111,7 @@ def test_output_tensors(scheme, local):
         from vlmcompress.numerics import ActFormat
 
         scheme = Scheme(scheme.weights, ActFormat("float", 8, dynamic=True))
-    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors, kv_layers=2)
+    written = output_specs(stored, {"m": scheme}, {"m.weight": "a.weight"}, compressed_tensors.FORMAT, kv_layers=2)
     assert sum(spec.nbytes for spec in written.values()) == local + 12 + 2 * 4
 
 
@@ -367,9 +367,9 @@ def test_a_quantized_source_is_called_one(models, tmp_path):
     quantize(recipe(models["llava"], scheme="w8a16", out=str(quantized)))
     (foreign / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
     for folder, method in ((quantized, "compressed-tensors"), (foreign, "modelopt")):
-        says = f"{folder} is quantized already ({method}); give the 16-bit original"
-        assert says in bad(folder, scheme="rtn")["model"]
-        with pytest.raises(UserError, match=re.escape(says)):
+        output = f"{folder} is quantized already ({method}); give the 16-bit original"
+        assert output in bad(folder, scheme="rtn")["model"]
+        with pytest.raises(UserError, match=re.escape(output)):
             quantize(recipe(folder, scheme="rtn", out=str(tmp_path / "again")))
 
 

@@ -147,7 +147,7 @@ def test_images_too_small_for_the_share_are_kept_whole_and_reported_once(method)
     """Of 9 tokens 0.05 is none, of 15 it is one."""
     vlm = tiny("qwen2-5-vl")
     inputs = encode(vlm, ONE, TWO)
-    with attach(vlm, method, given(method, 0.05)) as attached, warnings.catch_warnings(record=True) as said:
+    with attach(vlm, method, given(method, 0.05)) as attached, warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         vlm.model(**inputs)
         vlm.model(**inputs)
@@ -156,7 +156,7 @@ def test_images_too_small_for_the_share_are_kept_whole_and_reported_once(method)
         (1, 15),
         (1, 12),
     ]
-    (warning,) = [str(warned.message) for warned in said if warned.category is KeptWhole]
+    (warning,) = [str(warned.message) for warned in output if warned.category is KeptWhole]
     assert warning.startswith("keep=0.05") and warning.endswith("one token of a 3x3 grid; such images are kept whole")
 
 

@@ -172,13 +172,13 @@ def test_counts_from_pixels_are_met_exactly(family):
     learned = learning.learn_thresholds(vlm, batches, choice.parse_reducer("dymu:0.6"))
     counter = learning.counter(vlm, batches, learned)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
-    said = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]
+    printed = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]
     with attach(vlm, learned, counter=counter) as attached:
         counts = []
         for inputs in batches:
             vlm.model(**inputs)
             counts += [len(unit.reduction.anchor) for unit in attached.reduced_units]
-    assert counts == said
+    assert counts == printed
 
 
 def test_unsupported_models_are_refused():

@@ -181,11 +181,11 @@ def test_counts_from_pixels_are_met_exactly():
     counter = learning.counter(vlm, inputs_by_batch, learned)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
     inputs = encode(vlm, ONE, TWO, NONE)
-    said = [counter.count(pixels) for pixels in inputs["pixel_values"]]
+    printed = [counter.count(pixels) for pixels in inputs["pixel_values"]]
     wide = dataclasses.replace(counter, margin=0.0, weights=tuple(40 * weight for weight in counter.weights))
     spread = [wide.count(pixels) for pixels in inputs["pixel_values"]]
     assert len(set(spread)) > 1
-    for token_counter, expected in ((counter, said), (wide, spread)):
+    for token_counter, expected in ((counter, printed), (wide, spread)):
         with attach(vlm, learned, counter=token_counter) as attached:
             vlm.model(**inputs)
         assert [len(unit.reduction.anchor) for unit in attached.reduced_units] == expected

@@ -18,8 +18,8 @@ from vlmcompress.utils.errors import UserError
 def r2(counter: TokenCounter, pictures: list[torch.Tensor], counts: list[int]) -> float:
     """Share of the counts' variance that the regression explains."""
     y = torch.tensor(counts).double()
-    said = torch.tensor([counter.predict(picture) for picture in pictures]).double()
-    return 1 - float(((y - said) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp(min=1e-12))
+    predicted = torch.tensor([counter.predict(picture) for picture in pictures]).double()
+    return 1 - float(((y - predicted) ** 2).sum() / ((y - y.mean()) ** 2).sum().clamp(min=1e-12))
 
 
 def drawn(number: int, side: int = 24) -> torch.Tensor:

@@ -236,7 +236,7 @@ def remarks(arguments: Sequence[str]) -> list[str]:
     """Explain a checkpoint's flags that permit or forbid something and that the user did not set, one line each."""
     names, lines = [argument.partition("=")[0] for argument in arguments], []
     if names.count(LIMITS) == 1 and json.loads(arguments[names.index(LIMITS) + 1])["video"] == 0:
-        lines.append("Requests can have no videos; --videos N lets them have N, where the model takes any.")
+        lines.append("Requests can have no videos; --videos-per-request N lets them have N, where the model takes any.")
     listens = speculation.last_setting(arguments, ("--host",))
     if listens not in (HOST, "localhost", "::1") and DOMAINS not in names:
         lines.append(

@@ -114,8 +114,8 @@ def _require_head(model: Path, method: str, cpu: bool) -> None:
         return  # an unknown family: left to vLLM
     if method == "mtp":
         specs = {name: entry.spec for name, entry in models.stored_tensors(model).items()}
-        problem = models.draft_problem(spec, config, specs) or models.draft_lost(spec, config, specs)
-        if not problem and not models.draft_tensors(spec, specs):
+        problem = models.mtp_problem(spec, config, specs) or models.missing_mtp(spec, config, specs)
+        if not problem and not models.mtp_tensors(spec, specs):
             problem = f"{model} has no head that drafts tokens (mtp.*); use ngram, or a draft model's folder"
         if problem:
             raise UserError(f"{FLAG}: {problem}")

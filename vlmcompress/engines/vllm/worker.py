@@ -1,14 +1,10 @@
-"""The vLLM engine that `engines/worker.py` loads, for answers and for timed bursts. Imports the standard library and vLLM only.
+"""The vLLM engine that `engines/worker.py` loads. Imports the standard library and vLLM only.
 
-A job with `settings` (those of `engines.EngineSettings`) has requests with one conversation each. A job with `bursts` (tokens
-per answer) has `options` for `vllm.LLM`, and its requests are bursts, `{"id": ..., "messages": [conversation, ...]}`, each
-passed to one call of `LLM.chat`; the answer has the seconds of the call (including chat templates and image processing) and
-the engine's token counts.
+A job has `settings` (those of `engines.EngineSettings`), and its requests have one conversation each.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -21,24 +17,21 @@ def start(job: dict):
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
-    if "bursts" in job:
-        options = job["options"]
-    else:
-        settings = job["settings"]
-        images, videos = job["images_per_prompt"], job.get("videos_per_prompt", 0)
-        options = {
-            "max_model_len": settings["max_model_len"],
-            "max_num_seqs": settings["max_num_seqs"] or (32 if cpu else 256),
-            # vLLM's own default is 20, and a request for more is refused.
-            "max_logprobs": max(20, settings["logprobs"]),
-            "dtype": settings["dtype"],
-            "seed": settings["seed"],
-            "limit_mm_per_prompt": {"image": images, "video": videos, "audio": 0},
-            "allowed_local_media_path": job["media"],
-            "speculative_config": job.get("speculative"),
-            "disable_log_stats": True,
-        }
-    llm = vllm.LLM(job["model"], enforce_eager=cpu, **options)
+    settings, images, videos = job["settings"], job["images_per_prompt"], job.get("videos_per_prompt", 0)
+    llm = vllm.LLM(
+        job["model"],
+        enforce_eager=cpu,
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"] or (32 if cpu else 256),
+        # vLLM's own default is 20, and a request for more is refused.
+        max_logprobs=max(20, settings["logprobs"]),
+        dtype=settings["dtype"],
+        seed=settings["seed"],
+        limit_mm_per_prompt={"image": images, "video": videos, "audio": 0},
+        allowed_local_media_path=job["media"],
+        speculative_config=job.get("speculative"),
+        disable_log_stats=True,
+    )
     config = llm.llm_engine.vllm_config
     about = {
         "name": "vllm",
@@ -59,9 +52,6 @@ def answers(llm, requests, job: dict):
     The engine holds twice as many requests as can be in flight, so that it never waits. Refused requests are reported after
     all others are answered; if too many are refused, after those before the last refusal.
     """
-    if "bursts" in job:
-        yield from bursts(llm, requests, job)
-        return
     from vllm import SamplingParams
 
     settings = job["settings"]
@@ -117,41 +107,3 @@ def step(llm, names: dict[str, str]):
                 "first": [[token.decoded_token, token.logprob] for token in first] if first else None,
             },
         )
-
-
-def bursts(llm, requests, job: dict):
-    """Yield the id of each burst with its times and counts, or with the exception that it raised."""
-    from vllm import SamplingParams
-
-    exactly = SamplingParams(temperature=0.0, max_tokens=job["bursts"], ignore_eos=True)
-    for request in requests:
-        before, began = counters(llm), time.perf_counter()
-        try:
-            outputs = llm.chat(request["messages"], exactly, use_tqdm=False)
-        except Exception as error:
-            yield request["id"], error
-            continue
-        seconds, after = time.perf_counter() - began, counters(llm)
-        yield (
-            request["id"],
-            {
-                "seconds": seconds,
-                "counted": {name: value - before.get(name, 0) for name, value in after.items()},
-                "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-                "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
-                "output_tokens": [len(output.outputs[0].token_ids) for output in outputs],
-            },
-        )
-
-
-def counters(llm) -> dict[str, float]:
-    """vLLM's counters of speculative decoding, by name; empty without it."""
-    if llm.llm_engine.vllm_config.speculative_config is None:
-        return {}
-    totals: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        values = {"": metric.value} if hasattr(metric, "value") else dict(enumerate(getattr(metric, "values", ())))
-        for place, value in values.items() if "spec_decode" in metric.name else ():
-            name = metric.name if place == "" else f"{metric.name}/{place}"
-            totals[name] = totals.get(name, 0) + value
-    return totals

@@ -57,7 +57,7 @@ class SpeedRule(_Strict):
     """A benchmark's `metric` must be `at_least` this many times as good as the baseline's."""
 
     metric: str
-    mode: Literal["serve", "offline"] = "serve"
+    mode: Literal["serve"] = "serve"
     state: State = "cold"
     at_least: float = Field(gt=0, allow_inf_nan=False)
 

@@ -292,7 +292,7 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
         return FormatRow(weights, 0, None)
     kv_heads = [block.kv_heads for block in model.decoder.blocks if isinstance(block, served_model.Attention)]
     head = capacity.speculation.bytes if capacity.speculation else 0
-    loaded = weight_bytes.loaded_bytes(weights, model.stored) - weight_bytes.draft_bytes(model) + head
+    loaded = weight_bytes.loaded_bytes(weights, model.stored) - weight_bytes.mtp_bytes(model) + head
     device = weight_bytes.device_bytes(loaded, model.stored, request.tp, min(kv_heads, default=1))
     space = request.space
     if space is None and capacity.memory is not None:

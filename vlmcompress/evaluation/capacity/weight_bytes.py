@@ -201,16 +201,16 @@ def parse_speculation(text: str) -> tuple[str, int]:
 
 
 def speculation_of(model: ServedModel, method: str, tokens: int) -> Speculation:
-    """The costs of a method for a model. Raises `UserError` for `mtp` if the model has no draft head."""
+    """The costs of a method for a model. Raises `UserError` for `mtp` if the model has no MTP head."""
     if method != "mtp":
         return Speculation(method, tokens)
     attention: Any = next((block for block in model.decoder.blocks if isinstance(block, Attention)), None)
-    count = models.draft_blocks(model.spec, model.config) if model.spec else 0
+    count = models.mtp_blocks(model.spec, model.config) if model.spec else 0
     if not model.spec or not count or attention is None:
-        raise UserError("--speculative mtp: the model has no draft head; use ngram or suffix")
-    if lost := models.draft_lost(model.spec, model.config, model.stored):
+        raise UserError("--speculative mtp: the model has no MTP head; use ngram or suffix")
+    if lost := models.missing_mtp(model.spec, model.config, model.stored):
         raise UserError(f"--speculative mtp: {lost}")
-    return Speculation(method, tokens, draft_bytes(model), (attention,) * count)
+    return Speculation(method, tokens, mtp_bytes(model), (attention,) * count)
 
 
 def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
@@ -223,7 +223,7 @@ def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
     return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
 
 
-def draft_bytes(model: ServedModel) -> int:
-    """Bytes of the model's draft head, which engines load only for speculative decoding."""
-    names = models.draft_tensors(model.spec, model.stored) if model.spec else []
+def mtp_bytes(model: ServedModel) -> int:
+    """Bytes of the model's MTP head, which engines load only for speculative decoding."""
+    names = models.mtp_tensors(model.spec, model.stored) if model.spec else []
     return sum(model.stored[name].nbytes for name in names)

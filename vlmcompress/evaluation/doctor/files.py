@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from vlmcompress import models
 from vlmcompress.export import launch_files, manifest, readers, tokenizers
 from vlmcompress.export.formats import compressed_tensors
+from vlmcompress.export.formats.compressed_tensors import FORMAT as COMPRESSED
 from vlmcompress.export.layer_targets import misnamed, misread
 from vlmcompress.export.stored import Stored
 from vlmcompress.models import Group, ModelSpec
@@ -88,7 +89,7 @@ class _Subject:
 
     @functools.cached_property
     def other(self) -> Any:
-        """The module of a format whose weights are not examined; None if they are examined."""
+        """A format whose weights are not examined; None if they are examined."""
         return next((FORMATS.get(name) for file, name in _OTHERS.items() if (self.path / file).is_file()), None)
 
     @functools.cached_property
@@ -109,7 +110,7 @@ class _Subject:
     @functools.cached_property
     def stored(self) -> Stored | None:
         """The layers of a checkpoint in another format than compressed-tensors, which transformers builds itself; else None."""
-        if self.quantization.get("quant_method", compressed_tensors.FORMAT) == compressed_tensors.FORMAT:
+        if self.quantization.get("quant_method", COMPRESSED.METHOD) == COMPRESSED.METHOD:
             return None
         return Stored.of(self.path)
 
@@ -246,7 +247,7 @@ def _config(subject: _Subject) -> str:
         kinds = len(set(subject.stored.schemes.values()))
         return f"{subject.spec.family}, {subject.stored.format}, {kinds} scheme(s)"
     for key, group in subject.quantization["config_groups"].items():
-        kind = compressed_tensors.storage(compressed_tensors.scheme_of(group))
+        kind = COMPRESSED.storage(compressed_tensors.scheme_of(group))
         if kind != group["format"]:
             raise UserError(f"config group {key} says format {group['format']}, its numbers are stored as {kind}")
     return f"{subject.spec.family}, {subject.quantization['format']}, {len(subject.quantization['config_groups'])} group(s)"
@@ -283,7 +284,7 @@ def _layers(subject: _Subject) -> str:
         rows, columns = subject.linears[name].get_parameter("weight").shape
         scales = subject.entries[subject.names[f"{name}.weight_scale"]].spec.dtype
         try:
-            needed = compressed_tensors.specs(scheme, rows, columns, scales)
+            needed = COMPRESSED.specs(scheme, rows, columns, scales)
         except ValueError as error:
             raise UserError(f"layer {name}: {error}") from error
         for local, spec in needed.items():
@@ -344,23 +345,23 @@ def _readers(subject: _Subject) -> str:
 def _draft(subject: _Subject) -> str:
     """Check the checkpoint's draft head: whether it is complete, and excluded from quantization."""
     specs, spec = {name: entry.spec for name, entry in subject.entries.items()}, subject.spec
-    problem = models.draft_problem(spec, subject.config, specs) or models.draft_lost(spec, subject.config, specs)
+    problem = models.mtp_problem(spec, subject.config, specs) or models.missing_mtp(spec, subject.config, specs)
     if problem:
         raise UserError(problem)
-    names = models.draft_tensors(spec, specs)
-    if spec.draft is None or not names:
+    names = models.mtp_tensors(spec, specs)
+    if spec.mtp is None or not names:
         return "no draft head"
-    block, reader = subject.quantization, subject.stored.reader if subject.stored else compressed_tensors
-    quantized = [name for name in models.draft_modules(spec, specs) if reader.quantizes(block, name)]
+    block, reader = subject.quantization, subject.stored.reader if subject.stored else COMPRESSED
+    quantized = [name for name in models.mtp_modules(spec, specs) if reader.quantizes(block, name)]
     if quantized:
         why = f"would be read as quantized, first '{quantized[0]}', and engines would not start with speculation"
         raise UserError(f"{len(quantized)} layers of the draft head {why}; quantize again")
-    literal = compressed_tensors.draft_entries(spec.draft.prefix)[0]
-    searched = reader is compressed_tensors and not spec.draft.joint
+    literal = compressed_tensors.mtp_entries(spec.mtp.prefix)[0]
+    searched = reader is COMPRESSED and not spec.mtp.joint
     if searched and block["config_groups"] and literal not in block["ignore"]:
         raise UserError(f"ignore has no '{literal}', which SGLang searches for literally; quantize again, or add it")
     carried = size(sum(specs[name].nbytes for name in names))
-    return f"{', '.join(models.draft_roots(spec, specs))}, a draft head: {len(names)} tensors, {carried}, in 16 bits"
+    return f"{', '.join(models.mtp_roots(spec, specs))}, an MTP head: {len(names)} tensors, {carried}, in 16 bits"
 
 
 def _types(subject: _Subject) -> str:

@@ -56,8 +56,7 @@ class LayerErrors:
         if not self.basis:
             return "the weights alone, as no calibration data were seen"
         prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
-        count = self.basis.get("samples")
-        return f"{count} sample{'' if count == 1 else 's'} of '{self.basis.get('source')}', after {prefix} blocks"
+        return f"{manifest.measured_text(self.basis)}, after {prefix} blocks"
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,10 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 
 
 def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
-    """A warning for errors measured on fewer tokens than a layer has inputs, to which a solver can overfit; else empty."""
+    """A warning for errors measured on the calibration tokens, if they are fewer than a layer has inputs, to which a solver
+    overfits; else empty."""
+    if basis.get("held_out"):
+        return []
     try:
         config = json_files.read(folder / "config.json")
         width = int((config.get("text_config") or config)["hidden_size"])
@@ -205,5 +207,5 @@ def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
     counts = " and ".join(f"{n} {kind}" for kind, n in few.items())
     return [
         f"only {counts} tokens were seen, fewer than the {width} inputs of a layer: on others the error is larger; "
-        "take more --samples, or measure on other samples with --stats"
+        "take more --samples"
     ]

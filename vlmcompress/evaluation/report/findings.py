@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -14,7 +15,18 @@ from vlmcompress.evaluation.accuracy import catalogue
 from vlmcompress.evaluation.accuracy.compare import changed_answers
 from vlmcompress.evaluation.accuracy.tasks import BUNDLED
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Ratio, Results, Scored, Side, Suite, Verdict
+from vlmcompress.evaluation.results import (
+    Comparison,
+    Gate,
+    GateRule,
+    LoadRun,
+    Ratio,
+    Results,
+    Scored,
+    Side,
+    Suite,
+    Verdict,
+)
 from vlmcompress.utils.text import figures, size, smaller
 
 _WORK = {
@@ -92,7 +104,7 @@ class SuiteFindings:
 
 
 class SpeedTable(NamedTuple):
-    """Metrics of a benchmark in one mode ("serve", "offline") and state ("cold", "warm")."""
+    """Metrics of a benchmark in one mode ("serve") and state ("cold", "warm")."""
 
     mode: str
     state: str
@@ -172,8 +184,8 @@ class Findings:
     def main_speed(self) -> tuple[str, Ratio] | None:
         """The main figure of the benchmark: served and cold if measured, requests per second before latency."""
         summary = self.results.bench.summary if self.results.bench else {}
-        for mode, state in product(("serve", "offline"), ("cold", "warm")):
-            metrics = summary.get(mode, {}).get(state, {})
+        for mode, state in product(summary, ("cold", "warm")):
+            metrics = summary[mode].get(state, {})
             rates = [n for n, r in metrics.items() if r.higher_is_better and "goodput" not in n and "token" not in n]
             for name in (*rates, "e2e_p50_ms", *metrics):
                 if name in metrics and words.comparable(metrics[name]):
@@ -206,12 +218,38 @@ class Findings:
         if {"baseline", "candidate"} <= memory.keys():
             b, c = memory["baseline"], memory["candidate"]
             table += [
-                ("KV cache, a token", size(b.kv_bytes_per_token), size(c.kv_bytes_per_token)),
-                ("KV cache, a mean request", size(b.kv_bytes_per_request), size(c.kv_bytes_per_request)),
-                ("KV cache, all of it", size(b.kv_cache_bytes), size(c.kv_cache_bytes)),
+                ("tokens in the KV cache", f"{b.kv_cache_tokens:,}", f"{c.kv_cache_tokens:,}"),
                 ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
             ]
         return table
+
+    @property
+    def drafting(self) -> list[tuple[str, ...]]:
+        """Drafted and accepted tokens by side and state, with a head; empty if nothing was drafted.
+
+        A step produces one token more than it accepts. Its time is compared with that of a baseline that does not draft:
+        drafting gains if steps produce more tokens than they cost.
+        """
+        runs = self.results.bench.runs if self.results.bench else []
+        table: list[tuple[str, ...]] = []
+        for side, state in dict.fromkeys((run.side, run.state) for run in runs):
+            of = [run for run in runs if (run.side, run.state) == (side, state)]
+            plain = [run for run in runs if (run.side, run.state) == ("baseline", state)]
+            drafts, drafted, accepted = (
+                sum(getattr(r, name) for r in of) for name in ("drafts", "drafted", "accepted")
+            )
+            if not drafts or not drafted:
+                continue
+            by_place = (sum(counts) / drafts for counts in zip(*(run.accepted_at for run in of), strict=True))
+            seconds, before = _step_seconds(of), _step_seconds(plain)
+            cost = f"{seconds / before:.2f} of the baseline's" * (
+                seconds > 0 < before and not any(r.drafts for r in plain)
+            )
+            counts = (f"{drafted:,}", f"{accepted:,}", words.percent(accepted / drafted))
+            places = ", ".join(f"{share:.0%}" for share in by_place)
+            table.append((f"{side}, {state}", *counts, places, f"{1 + accepted / drafts:.2f}", cost))
+        head = ("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft", "time of a step")
+        return [head, *table] if table else []
 
     @cached_property
     def changed(self) -> list[Scored]:
@@ -267,6 +305,12 @@ class Findings:
             self.results.created,
         ]
         return "; ".join(part for part in parts if part) + "."
+
+
+def _step_seconds(runs: Sequence[LoadRun]) -> float:
+    """Mean seconds of a request's decoding step by the server's clock, as tokens reach a busy client in bunches, or 0.0."""
+    steps = sum(run.output_tokens - run.completed - run.accepted for run in runs)
+    return sum(run.decode_seconds for run in runs) / steps if steps > 0 else 0.0
 
 
 def provenance_rows(side: Side) -> list[tuple[str, str]]:

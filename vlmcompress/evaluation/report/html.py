@@ -180,6 +180,8 @@ def _speed(findings: Findings) -> list[Part]:
     )
     work = table(["", "baseline", "candidate"], findings.work, look="short")
     parts += [note(legend), heading("What was processed, counted by the server"), work]
+    if findings.drafting:
+        parts += [heading("Speculative decoding"), table(findings.drafting[0], findings.drafting[1:], look="cards")]
     return [section("speed", "Speed", *parts)]
 
 

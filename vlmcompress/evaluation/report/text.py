@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.results import Verdict
+from vlmcompress.evaluation.results import Ratio, Verdict
 from vlmcompress.export.manifest import error_kind
 from vlmcompress.utils.text import figures, percentage, points, size
 from vlmcompress.utils.text import table as columns
@@ -18,11 +19,12 @@ MARKS: dict[Verdict, str] = {
     "fail": "\N{CROSS MARK} fail",
     "inconclusive": "\N{WHITE QUESTION MARK ORNAMENT} can't tell",
 }
+SPEED = ("", "baseline", "candidate", "candidate is", "in the repeats")
 _FAMILIES, _EXAMPLES, _LAYERS = 60, 8, 5  # rows of a table
 
 
-def accuracy_tables(findings: Findings) -> str:
-    """Accuracy of each suite and the gate's rules, for a terminal."""
+def tables(findings: Findings) -> str:
+    """Accuracy of each suite, the gate's rules, and speed, for a terminal."""
     results = findings.results
     parts = [f"{results.candidate.name} against {results.baseline.name}"]
     for s in findings.suites:
@@ -38,7 +40,27 @@ def accuracy_tables(findings: Findings) -> str:
         rules = [(r.name, words.VERDICTS[r.verdict], r.value, r.limit, r.reason) for r in findings.rules]
         table = columns([("rule", "verdict", "found", "limit", ""), *rules])
         parts.append(f"{gate.title}: {words.VERDICTS[gate.verdict]}\n{table}")
+    if bench := results.bench:
+        turns = f"{bench.repeats} turn{'s' * (bench.repeats > 1)} a side"
+        work = f"{bench.requests} requests a burst, {bench.out_tokens} tokens an answer, {turns}"
+        parts.append(f"load {bench.load}, {work}; {Path(bench.source).name}")
+        for t in findings.speed:
+            caches = "no caches" if t.state == "cold" else "caches on"
+            parts.append(f"{words.MODES[t.mode]}, {caches}\n{columns([SPEED, *_speed_rows(t.metrics)])}")
+        if findings.memory:
+            parts.append(f"memory\n{columns([('', 'baseline', 'candidate'), *findings.memory])}")
+        if findings.drafting:
+            parts.append(f"speculative decoding\n{columns(findings.drafting)}")
+        if failed := sum(run.failed for run in bench.runs):
+            parts.append(f"{failed} of {failed + sum(run.completed for run in bench.runs)} requests failed.")
     return "\n\n".join(parts)
+
+
+def _speed_rows(metrics: Mapping[str, Ratio]) -> list[tuple[str, ...]]:
+    return [
+        (words.metric_name(name), figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r))
+        for name, r in metrics.items()
+    ]
 
 
 def markdown(findings: Findings) -> str:
@@ -121,16 +143,16 @@ def _figures(findings: Findings) -> list[str]:
     if bench := findings.results.bench:
         for mode, state, metrics in findings.speed:
             clients = f", {escape(words.load_text(bench))}" if mode == "serve" else ""
-            rows = [
-                (words.metric_name(name), figures(r.baseline), figures(r.candidate), words.pace(r), words.spread(r))
-                for name, r in metrics.items()
+            sections += [
+                f"## Speed: {words.MODES[mode]}, {state}{clients}",
+                markdown_table(SPEED, _speed_rows(metrics)),
             ]
-            head = ["", "baseline", "candidate", "candidate is", "in the repeats"]
-            sections += [f"## Speed: {words.MODES[mode]}, {state}{clients}", markdown_table(head, rows)]
         sections += [
             "## What was processed",
             markdown_table(["counted by the server", "baseline", "candidate"], findings.work),
         ]
+        if findings.drafting:
+            sections += ["## Speculative decoding", markdown_table(findings.drafting[0], findings.drafting[1:])]
     return sections
 
 

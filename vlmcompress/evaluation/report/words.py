@@ -11,7 +11,7 @@ from vlmcompress.export.manifest import OF_WEIGHTS, errors_text
 from vlmcompress.utils.text import figures, points, times
 
 VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
-MODES = {"serve": "served", "offline": "offline"}
+MODES = {"serve": "served"}
 TIMES = (
     "TTFT: time to first token. ITL: time between tokens. TPOT: mean time per output token. E2E: time to last token."
 )

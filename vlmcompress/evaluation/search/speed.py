@@ -162,7 +162,6 @@ class Measured:
             out_tokens=load.out,
             repeats=self.repeats,
             warm=False,
-            offline=False,
             seed=setup.seed,
             progress=progress,
         ).bench

@@ -5,6 +5,6 @@
     results.bench.summary["serve"]["cold"]["request_throughput"].gain
 
 `prompts` creates conversations with images, `client` sends them to a server with a given load and measures times, `serving`
-does this for both sides alternately, verifies the work with the server's `counters`, and times the engine without a server;
-`measure` computes figures and ratios, `runs` is the whole benchmark, and `text` formats the results for a terminal.
+does this for both sides alternately and verifies the work with the server's `counters`; `measure` computes figures and ratios,
+and `runs` is the whole benchmark.
 """

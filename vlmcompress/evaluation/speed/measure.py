@@ -1,4 +1,4 @@
-"""Compute figures from single requests, ratios of the two sides from repeats, and the memory of each side.
+"""Compute figures from single requests, and ratios of the two sides from repeats.
 
 A figure of a side is its median over the repeats. A comparison is the median of the repeats' gains (`results.Ratio`), as the
 two runs of a repeat were adjacent in time; the smallest and the largest show the spread.
@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from vlmcompress.evaluation.results import LoadRun, Memory, Ratio, State
+from vlmcompress.evaluation.results import LoadRun, Ratio, State
 from vlmcompress.evaluation.speed.client import Outcome
 from vlmcompress.evaluation.speed.counters import Counters
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -167,20 +167,11 @@ def _milliseconds(seconds: Iterable[float]) -> list[float]:
     return [round(1000 * value, 3) for value in seconds]
 
 
-def memory(weight_bytes: int, per_token: int, request_tokens: float, cache: Mapping[str, str]) -> Memory:
-    """Compute a side's memory.
+def requests_at_once(request_tokens: float, cache: Mapping[str, str]) -> float:
+    """How many requests of so many tokens (prompt and output) vLLM's KV cache holds at once.
 
     Args:
-        per_token: bytes of the KV cache for one token.
-        request_tokens: tokens of a mean request, prompt and output.
         cache: vLLM's `cache_config_info` as text: `block_size` and `kv_cache_size_tokens`.
     """
-    block, capacity = int(cache["block_size"]), int(cache["kv_cache_size_tokens"])
-    held = math.ceil(request_tokens / block) * block
-    return Memory(
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=per_token,
-        kv_bytes_per_request=held * per_token,
-        kv_cache_bytes=capacity * per_token,
-        max_concurrency=round(capacity / held, 2),
-    )
+    block = int(cache["block_size"])
+    return round(int(cache["kv_cache_size_tokens"]) / (math.ceil(request_tokens / block) * block), 2)

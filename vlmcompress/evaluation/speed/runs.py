@@ -1,4 +1,4 @@
-"""A whole benchmark: both sides served, then run offline, and their results compared."""
+"""A whole benchmark: both sides served in turns, and their results compared."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 from vlmcompress.engines import mlx
 from vlmcompress.engines.vllm import speculation
-from vlmcompress.engines.vllm.served_model import describe
 from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.results import Bench, Memory, Results
 from vlmcompress.evaluation.speed import measure
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.prompts import open_prompts
-from vlmcompress.evaluation.speed.serving import BenchPlan, SideName, abba, run_bursts, run_offline
-from vlmcompress.models import build_meta_model
-from vlmcompress.quantization.plan import kv_cache
+from vlmcompress.evaluation.speed.serving import BenchPlan, SideName, abba, run_bursts
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
@@ -32,7 +29,6 @@ def run(
     baseline: str | Path,
     *,
     warm: bool = True,
-    offline: bool = True,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Results:
@@ -40,7 +36,6 @@ def run(
 
     Args:
         warm: also measure the servers with their caches on; ignored if a side is GGUF.
-        offline: also measure the engine without a server; ignored if a side is GGUF.
         settings: see `plan`.
 
     Raises:
@@ -49,30 +44,23 @@ def run(
     planned, progress = plan(candidate, baseline, **settings), progress or (lambda *_: None)
     llama_cpp = {side: planned.in_llama_cpp(side) for side in planned.paths}
     if any(llama_cpp.values()):
-        warm = offline = False  # llama.cpp has no cache of images, and is measured as a server only
+        warm = False  # llama.cpp has no cache of images
     runs, about = run_bursts(planned, "cold", progress)
     if warm:
         runs += run_bursts(planned, "warm", progress)[0]
-    devices: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
-    if offline:
-        offline_runs, devices = run_offline(planned, runs, progress)
-        runs += offline_runs
-    described = {}
+    described, memory = {}, dict[str, Memory]()
     for side, path in planned.paths.items():
-        engine = {"name": "llamacpp" if llama_cpp[side] else "vllm", "version": about[side].version, **devices[side]}
+        engine = {"name": "llamacpp" if llama_cpp[side] else "vllm", "version": about[side].version}
         start = {"flags": about[side].flags, "start_seconds": about[side].start_seconds}
         described[side] = sides.side(path, {**engine, **start})
-    by_side: dict[str, Memory] = {}
-    for side, path in planned.paths.items():
-        cache = about[side].cache
-        if not cache:  # llama.cpp's server does not report it
-            continue
-        per_token = kv_bytes_per_token(path, cache["cache_dtype"])
-        cold = [run for run in runs if (run.side, run.mode, run.state) == (side, "serve", "cold")]
-        tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
-        if per_token:
-            mean = tokens / sum(run.completed for run in cold)
-            by_side[side] = measure.memory(described[side].weight_bytes, per_token, mean, cache)
+        if cache := about[side].cache:  # llama.cpp's server does not report it
+            cold = [run for run in runs if (run.side, run.state) == (side, "cold")]
+            tokens = sum(run.text_tokens + run.visual_tokens + run.output_tokens for run in cold)
+            held = measure.requests_at_once(tokens / sum(run.completed for run in cold), cache)
+            cache_tokens = int(cache["kv_cache_size_tokens"])
+            memory[side] = Memory(
+                weight_bytes=described[side].weight_bytes, kv_cache_tokens=cache_tokens, max_concurrency=held
+            )
     bench = Bench(
         load=str(planned.load),
         requests=planned.requests,
@@ -82,10 +70,10 @@ def run(
         slo=dict(planned.slo),
         repeats=planned.repeats,
         order=[side for side, _ in abba(planned.repeats)],
-        tool=TOOL + (" and vLLM's LLM.chat" if offline else ""),
+        tool=TOOL,
         runs=runs,
         summary=measure.summarise(runs),
-        memory=by_side,
+        memory=memory,
     )
     return Results(**sides.origin(), baseline=described["baseline"], candidate=described["candidate"], bench=bench)
 
@@ -101,7 +89,6 @@ def plan(
     out_tokens: int = 32,
     repeats: int = 3,
     slo: Mapping[str, float] | None = None,
-    resident: bool = False,
     max_model_len: int | None = None,
     speculative: Mapping[SideName, str | None] | None = None,
     flags: Sequence[str] = (),
@@ -118,7 +105,6 @@ def plan(
         out_tokens: number of tokens in every answer, so that both sides do equal work.
         repeats: number of bursts of each side in each state.
         slo: limits in milliseconds of `ttft`, `tpot`, `e2e` for goodput.
-        resident: keep both servers running, one of them idle, instead of starting one per turn.
         speculative: JSON of vLLM's `--speculative-config` for each side; None: without.
         flags: further flags of `vllm serve`, for both sides.
     """
@@ -149,32 +135,7 @@ def plan(
         repeats=repeats,
         slo=slo or {},
         seed=seed,
-        resident=resident,
         max_model_len=max_model_len,
         flags=tuple(flags),
         speculative=drafting,
     )
-
-
-def kv_bytes_per_token(folder: Path, cache_dtype: str) -> int | None:
-    """Bytes of the KV cache for a token.
-
-    Args:
-        folder: a checkpoint.
-        cache_dtype: the engine's type of the KV cache; `auto` is the type of the activations.
-
-    Returns:
-        The bytes; None for unknown cache types and for attention other than full (latent, sliding windows, linear layers),
-        where they depend on the position.
-    """
-    width = kv_cache.TYPES.get(
-        next((name for name, flag in kv_cache.FLAGS.items() if flag == cache_dtype), cache_dtype)
-    )
-    try:
-        decoder = describe(build_meta_model(folder, weights=False, supported_only=False))
-    except UserError:
-        return None
-    layers = decoder.layers(1, width.number, width.scale) if width else []
-    if len(layers) < len(decoder.blocks) or any(layer.window or layer.state_bytes for layer in layers):
-        return None
-    return sum(layer.token_bytes for layer in layers)

@@ -1,4 +1,4 @@
-"""Bursts of requests for both sides, against servers and offline, i.e. all at once to the engine without server and client.
+"""Bursts of requests for both sides, against one server at a time.
 
 The order is baseline, candidate, candidate, baseline, baseline, candidate, ... Machines drift (they warm up, other load comes
 and goes). With A B B A a drift that is linear in time adds the same to both sides over two repeats, while A B A B favours one
@@ -9,37 +9,25 @@ need no restart of its engine.
 from a cache. With both off, vLLM also distinguishes equal images, so that its encoder cache is not used.
 **warm**: caches on, and one burst repeated after a first, unmeasured time. Never compare cold with warm.
 
-Two active engines disturb each other, so only one gets requests at a time. The other is stopped (a server is started for
-every turn, which always fits into memory), or `resident`: running, but idle. On two CPU cores an idle vLLM 0.32 server took
-0.8% of the machine; on a GPU both have to fit, see `--gpu-memory-utilization`.
-
-Offline, `engines/vllm/worker.py` is the engine's process. A started engine answers a warm-up burst, then the bursts of its
-turn, one engine at a time. The bursts are those of the cold server runs, so that different counts of prompt tokens reveal
-different image processing. Flags for `vllm serve` have no effect here. `vllm bench
-throughput --backend vllm-chat` times the same; but that tool takes no image files of one's own, and its `random-mm`
-silently becomes plain text where no data set path is given.
+Two active engines disturb each other, so a server is started for every turn and the other side's is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from vlmcompress.engines import llamacpp_server
 from vlmcompress.engines.local import last_words
-from vlmcompress.engines.vllm import ENGINE as VLLM
-from vlmcompress.engines.vllm import environment
 from vlmcompress.engines.vllm.serve import Server, vllm_server
 from vlmcompress.evaluation.results import LoadRun, State
 from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load, Outcome
 from vlmcompress.evaluation.speed.prompts import Prompts
-from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
 
@@ -53,9 +41,6 @@ FLAGS: dict[State, tuple[str, ...]] = {
 ALWAYS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 MOST_SLOTS = 8  # maximum concurrent requests of llama.cpp's server, which otherwise equals the number of clients
-SILENCE = 1800.0  # seconds within which the engine must start, then answer a burst
-# Unlike for answers, the engine's core is a process of its own: requests are prepared while it works on others.
-OFFLINE_ENGINE = replace(VLLM, name="vllm-offline", environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING"))
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,6 @@ class BenchPlan:
     repeats: int
     slo: Mapping[str, float]
     seed: int = 0
-    resident: bool = False
     max_model_len: int | None = None
     flags: Sequence[str] = ()
     speculative: Mapping[SideName, str | None] = field(default_factory=dict)
@@ -107,62 +91,49 @@ def run_bursts(plan: BenchPlan, state: State, progress: Progress) -> tuple[list[
         UserError: a server can't start or dies, no request is answered, or a run violates its state.
     """
     runs: list[LoadRun] = []
-    about: dict[SideName, About] = {"baseline": About(), "candidate": About()}
-    with _servers(plan, state, about, progress) as side_server:
-        for side, repeat in abba(plan.repeats):
-            running = side_server(side)
-            before = counters.counters(running)
-            label = f"{state} {side} {repeat + 1}/{plan.repeats}"
-            outcomes, duration = burst(plan, side, running, repeat if state == "cold" else 0, label, progress, repeat)
-            counted = counters.counters(running).since(before)
-            if plan.in_llama_cpp(side):
-                counters.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
-            require_state(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
-            of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
-            runs.append(measure.burst_record(outcomes, duration, **of, slo=plan.slo, counters=counted))
+    about: dict[SideName, About] = {}
+    for side, turns in groupby(abba(plan.repeats), key=lambda turn: turn[0]):
+        with _server(plan, side, state, about, progress) as running:
+            for _, repeat in turns:
+                before = counters.counters(running)
+                label = f"{state} {side} {repeat + 1}/{plan.repeats}"
+                number = repeat if state == "cold" else 0
+                outcomes, duration = burst(plan, side, running, number, label, progress, repeat)
+                counted = counters.counters(running).since(before)
+                if plan.in_llama_cpp(side):
+                    counters.count_visual_tokens(running, plan.prompts.burst(repeat, plan.requests), outcomes)
+                require_state(plan, state, running, outcomes, counted.prefix_hits, int(counted.media_hits))
+                of: dict[str, Any] = {"side": side, "state": state, "repeat": repeat}
+                runs.append(measure.burst_record(outcomes, duration, **of, slo=plan.slo, counters=counted))
     return runs, about
 
 
 @contextlib.contextmanager
-def _servers(
-    plan: BenchPlan, state: State, about: dict[SideName, About], progress: Progress
-) -> Iterator[Callable[[SideName], Server]]:
-    """Yield a function that returns the running, warmed-up server of a side."""
-    flags = [*FLAGS[state], *ALWAYS, *plan.flags]
-    up: dict[SideName, Server] = {}
-    with contextlib.ExitStack() as stack:
-
-        def get(side: SideName) -> Server:
-            if side not in up:
-                if not plan.resident:
-                    stack.close()
-                    up.clear()
-                progress(f"{state} {side}: starting the server", 0, 1)
-                up[side] = running = stack.enter_context(_server(plan, side, flags))
-                # An unmeasured burst of images that are not used again, or, for warm runs, of the same images.
-                number = plan.repeats if state == "cold" else 0
-                outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
-                _require_answers(outcomes, running)
-                if plan.in_llama_cpp(side):
-                    about[side] = About(counters.server_version(running, llama_cpp=True), [], running.start_seconds)
-                else:
-                    cache = counters.cache_config(running)
-                    about[side] = About(counters.server_version(running), flags, running.start_seconds, cache)
-            return up[side]
-
-        for side in plan.paths if plan.resident else ():  # all bursts have an idle second server
-            get(side)
-        yield get
-
-
-def _server(plan: BenchPlan, side: SideName, flags: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
-    """The server of a side, as a context manager that starts it."""
-    path, length = plan.paths[side], plan.max_model_len
-    if plan.in_llama_cpp(side):
+def _server(
+    plan: BenchPlan, side: SideName, state: State, about: dict[SideName, About], progress: Progress
+) -> Iterator[Server]:
+    """The running, warmed-up server of a side, which it describes in `about`."""
+    path, length, flags = plan.paths[side], plan.max_model_len, [*FLAGS[state], *ALWAYS, *plan.flags]
+    progress(f"{state} {side}: starting the server", 0, 1)
+    if llama_cpp := plan.in_llama_cpp(side):
         slots = int(plan.load.amount) if plan.load.kind == "closed" else MOST_SLOTS
-        return llamacpp_server.gguf_server(path, max_model_len=length, slots=min(slots, MOST_SLOTS))
-    drafting = plan.speculative.get(side)
-    return vllm_server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
+        server = llamacpp_server.gguf_server(path, max_model_len=length, slots=min(slots, MOST_SLOTS))
+    else:
+        drafting = plan.speculative.get(side)
+        server = vllm_server(path, flags=flags, images=plan.prompts.images, max_model_len=length, speculative=drafting)
+    with server as running:
+        # An unmeasured burst of images that are not used again, or, for warm runs, of the same images.
+        number = plan.repeats if state == "cold" else 0
+        outcomes, _ = burst(plan, side, running, number, f"{state} {side}: warming up", progress, None)
+        _require_answers(outcomes, running)
+        version = counters.server_version(running, llama_cpp)
+        about[side] = About(
+            version,
+            [] if llama_cpp else flags,
+            running.start_seconds,
+            {} if llama_cpp else counters.cache_config(running),
+        )
+        yield running
 
 
 def burst(
@@ -216,84 +187,3 @@ def require_state(
         )
     if state == "warm" and not media_hits:
         raise UserError(f"a warm run of {running.name} found no image in the cache; leave out flags that turn it off")
-
-
-def run_offline(
-    plan: BenchPlan, served: Sequence[LoadRun], progress: Progress
-) -> tuple[list[LoadRun], dict[SideName, dict[str, Any]]]:
-    """Run all bursts of both sides; return their records and each engine's description.
-
-    Args:
-        served: runs of the same plan against servers; visual tokens are taken from the cold ones.
-
-    Raises:
-        UserError: the engine can't start or dies, or a run did other work than the server's.
-    """
-    runs: list[LoadRun] = []
-    about: dict[SideName, dict[str, Any]] = {"baseline": {}, "candidate": {}}
-    for side, turns in groupby(abba(plan.repeats), key=lambda turn: turn[0]):
-        repeats = [repeat for _, repeat in turns]
-        label = f"offline {side} {', '.join(str(repeat + 1) for repeat in repeats)}/{plan.repeats}"
-        progress(f"{label}: starting vLLM", 0, len(repeats))
-        speculative = plan.speculative.get(side)
-        quantization = json_files.read(plan.paths[side] / "config.json").get("quantization_config") or {}
-        job = {
-            "model": str(plan.paths[side].resolve()),
-            "bursts": plan.out_tokens,
-            "options": {
-                "max_model_len": -1 if plan.max_model_len is None else plan.max_model_len,
-                "seed": plan.seed,
-                "kv_cache_dtype": "fp8" if quantization.get("kv_cache_scheme") else "auto",
-                "limit_mm_per_prompt": {"image": plan.prompts.images, "video": 0, "audio": 0},
-                "enable_prefix_caching": False,  # as in the server's cold runs
-                "mm_processor_cache_gb": 0,
-                "speculative_config": speculative and json.loads(speculative),
-                "disable_log_stats": not speculative,  # `LLM.get_metrics` asserts that they are on
-            },
-        }
-        bursts = [{"id": n, "messages": plan.prompts.burst(n, plan.requests)} for n in (plan.repeats, *repeats)]
-        events = OFFLINE_ENGINE.events(job, bursts, plan.paths[side], SILENCE, SILENCE)
-        with contextlib.closing(events):
-            for event in events:
-                if event["event"] == "ready":  # for cache and start-up the servers' figures are used
-                    described = event["engine"].items()
-                    about[side] = {k: v for k, v in described if k not in ("kv_cache_dtype", "start_seconds")}
-                elif event["id"] != plan.repeats:
-                    runs.append(_offline_run(plan, side, event, served))
-                    progress(label, len(runs), 2 * plan.repeats)
-    return runs, about
-
-
-def _offline_run(plan: BenchPlan, side: SideName, event: dict[str, Any], served: Sequence[LoadRun]) -> LoadRun:
-    """The record of one burst, after checking that it did the same work as the burst against a server."""
-    (same,) = (r for r in served if (r.side, r.state, r.repeat) == (side, "cold", event["id"]))
-    served_tokens = same.text_tokens + same.visual_tokens
-    if not same.failed and event["prompt_tokens"] != served_tokens:
-        raise UserError(
-            f"{plan.paths[side]}: offline, prompts of burst {event['id']} have {event['prompt_tokens']} tokens, in the "
-            f"server {served_tokens}; leave out flags that change how images are processed, or use --no-offline"
-        )
-    if event["cached_tokens"] or set(event["output_tokens"]) != {plan.out_tokens}:
-        raise UserError(
-            f"{plan.paths[side]}: offline answers have {min(event['output_tokens'])} to {max(event['output_tokens'])} of "
-            f"{plan.out_tokens} tokens, {event['cached_tokens']} prompt tokens came from a cache; raise --max-model-len"
-        )
-    drafted: dict[str, Any] = {
-        key: int(event["counted"].get(name, 0)) for name, key in counters.NAMES.items() if "spec_decode" in name
-    }
-    drafted["accepted_at"] = [
-        int(count) for name, count in event["counted"].items() if name.startswith(counters.BY_PLACE)
-    ]
-    return LoadRun(
-        side=side,
-        mode="offline",
-        state="cold",
-        repeat=event["id"],
-        duration=event["seconds"],
-        completed=plan.requests,
-        failed=0,
-        text_tokens=event["prompt_tokens"] - same.visual_tokens,
-        visual_tokens=same.visual_tokens,
-        output_tokens=sum(event["output_tokens"]),
-        **drafted,
-    )

@@ -10,39 +10,31 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.models.layer_names import Layers
+from vlmcompress.export.formats._base import Writer
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils.tensor_headers import Spec
 
-FORMAT = "bf16"
-KV_SCALES = None
-VOCABULARY = True
+
+class Bf16(Writer):
+    """Plain weights, which have no settings."""
+
+    METHOD = "bf16"
+    VOCABULARY = True
+
+    @override
+    def storage(self, scheme: Scheme) -> str:
+        return "dense"
+
+    @override
+    def specs(self, scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+        scheme.weights.n_groups(columns)
+        return {"weight": Spec("F16" if dtype == "F16" else "BF16", (rows, columns))}
+
+    @override
+    def tensors(self, qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        return {"weight": qt.dequantize(torch.float16 if qt.scale.dtype == torch.float16 else torch.bfloat16)}
 
 
-def storage(scheme: Scheme) -> str:
-    """The name of the storage format; every scheme can be stored this way."""
-    return "dense"
-
-
-def problems(layers: Layers) -> list[str]:
-    """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
-    if not layers.kv_cache:
-        return []
-    return ["a checkpoint without quantized layers holds no scales of an FP8 KV cache; leave out kv_cache"]
-
-
-def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """The weight's type and shape. Raises ValueError if the group size does not divide the columns."""
-    scheme.weights.n_groups(columns)
-    return {"weight": Spec("F16" if dtype == "F16" else "BF16", (rows, columns))}
-
-
-def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensor stored for one linear layer."""
-    return {"weight": qt.dequantize(torch.float16 if qt.scale.dtype == torch.float16 else torch.bfloat16)}
-
-
-def configs(layers: Layers) -> dict[str, dict]:
-    """Empty: no file has settings of the layers."""
-    return {}
+FORMAT = Bf16()

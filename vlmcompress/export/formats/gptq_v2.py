@@ -5,28 +5,32 @@ Tensors and config are described in `_gptq`; `vlmcompress.export.readers` lists 
 
 from __future__ import annotations
 
-from functools import partial
+from typing_extensions import override
 
-from vlmcompress.export.formats import _gptq
-from vlmcompress.export.formats._gptq import problems, quantizes, require_supported, scheme_in, specs
+from vlmcompress.export.formats._gptq import GptqFiles
 from vlmcompress.numerics import Scheme
 from vlmcompress.utils.errors import UserError
 
-__all__ = ["problems", "quantizes", "require_supported", "scheme_in", "specs"]
 
-FORMAT = "gptq-v2"
-KV_SCALES = None
+class GptqV2(GptqFiles):
+    """Version 2 is GPTQModel's."""
 
-tensors = partial(_gptq.tensors, offset=0)
-read = partial(_gptq.read, offset=0)
-configs = partial(_gptq.configs, version="gptq_v2")
+    METHOD = "gptq-v2"
+    OFFSET, VERSION = 0, "gptq_v2"
+
+    @override
+    def storage(self, scheme: Scheme) -> str:
+        weights = scheme.weights
+        if (
+            scheme.activations is not None
+            or weights.kind != "int"
+            or weights.bits not in (2, 4, 8)
+            or weights.group == 0
+        ):
+            raise UserError(
+                "GPTQ files hold integer weights of 2, 4 or 8 bits with 16-bit activations; write compressed-tensors"
+            )
+        return "gptq_v2"
 
 
-def storage(scheme: Scheme) -> str:
-    """The name of the storage format of a scheme. Raises `UserError` for an unsupported scheme."""
-    weights = scheme.weights
-    if scheme.activations is not None or weights.kind != "int" or weights.bits not in (2, 4, 8) or weights.group == 0:
-        raise UserError(
-            "GPTQ files hold integer weights of 2, 4 or 8 bits with 16-bit activations; write compressed-tensors"
-        )
-    return "gptq_v2"
+FORMAT = GptqV2()

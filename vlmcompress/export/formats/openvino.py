@@ -16,154 +16,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.export.formats import Parts
+from vlmcompress.export.formats._base import EngineFiles, Parts
 from vlmcompress.export.openvino import REGISTRY, OpenvinoFamily, Packed, pruning, write_openvino
 from vlmcompress.export.openvino import token_ids as _token_ids
 from vlmcompress.export.packing import pack_bits, to_float16
-from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
 
-FORMAT = "openvino"
-KV_SCALES = None
-SCALES = torch.float16
-ENGINE = "openvino"
-TITLE = "OpenVINO"
-PACKAGES = ("openvino", "openvino_tokenizers", "accelerate")
 LANGUAGE = "openvino_language_model.xml"
 PROCESSOR = "processor_config.json"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
-def storage(scheme: Scheme) -> str:
-    """OpenVINO's type of a scheme's weights. Raises `UserError` if there is none."""
-    weights = scheme.weights
-    if scheme.activations is not None:
-        raise UserError(
-            "OpenVINO's files have no settings of activations, it chooses their rounding; use a weight-only scheme"
-        )
-    if weights.kind != "int" or weights.bits not in (4, 8):
-        raise UserError(
-            "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
-        )
-    return f"{'i' if weights.symmetric else 'u'}{weights.bits}"
-
-
-def problems(layers: Layers) -> list[str]:
-    """Reasons why the format cannot hold these layers in one checkpoint; empty if it can."""
-    return ["OpenVINO's files hold no scales of an FP8 KV cache; leave out kv_cache"] if layers.kv_cache else []
-
-
-def specs(scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
-    """Types and shapes of a layer's codes, scales and zero points. Raises ValueError if the group size does not divide."""
-    storage(scheme)
-    fmt = scheme.weights
-    scales = 1 if fmt.group == 0 else rows * fmt.n_groups(columns)
-    tensors = {"weight": _bytes(rows * columns, fmt.bits), "weight_scale": Spec("F16", (scales,))}
-    return tensors | ({} if fmt.symmetric else {"weight_zero_point": _bytes(scales, fmt.bits)})
-
-
-def tensors(qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """One layer's codes and zero points as bytes (4-bit codes in pairs, the first in the lower half), and its scales."""
-    storage(scheme)
-    fmt = qt.format
-    packed = {"weight": pack_bits(qt.q, fmt.bits, signed=fmt.symmetric)}
-    packed["weight_scale"] = to_float16(qt.scale, "OpenVINO").flatten()
-    if qt.zero_point is not None:
-        packed["weight_zero_point"] = pack_bits(qt.zero_point, fmt.bits)
-    return packed
-
-
 def _bytes(count: int, bits: int) -> Spec:
     return Spec("U8", ((count * bits + 7) // 8,))
-
-
-def configs(layers: Layers) -> dict[str, dict]:
-    """The block of config.json, which marks the weights as stored elsewhere and has the number format of most layers."""
-    block: dict[str, Any] = {"quant_method": FORMAT}
-    if layers.schemes:
-        weights = layers.schemes[0].weights
-        block |= {"bits": weights.bits, "group_size": weights.group, "type": storage(layers.schemes[0])}
-        block["modules_to_not_convert"] = [kept.names[0] for kept in layers.kept]
-    return {"config.json": block}
-
-
-def source_problems(folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
-    """Reasons why a model cannot be written: a package is missing, or OpenVINO GenAI lacks its family or a part of it.
-
-    Args:
-        folder: the source's folder.
-        config: transformers' configuration with all defaults.
-    """
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
-        return [f"the package {missing[0]} is not installed; pip install '.[openvino]' in the checkout of vlmcompress"]
-    if family not in REGISTRY:
-        return [
-            f"OpenVINO does not support the family {family}, only {', '.join(REGISTRY.names())}; write another format"
-        ]
-    openvino_family = _family(family)
-    # The image processor's settings in the files, without transformers' defaults.
-    images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get("image_processor", {})
-    return openvino_family.problems(config) + [
-        f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
-        for name, value in openvino_family.fixed_images.items()
-        if images.get(name, value) != value
-    ]
-
-
-def reducer_problem(family: str, reducer: Mapping[str, Any]) -> str | None:
-    """The reason why OpenVINO GenAI does not run a reducer; None if it does."""
-    try:
-        pruning(reducer, family)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def token_ids(folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
-    """OpenVINO's tokens of each text, from the tokenizer in a folder or as it would be written; None: it is not installed."""
-    installed = all(find_spec(package) for package in PACKAGES)
-    return _token_ids(folder, texts) if installed else None
-
-
-def write_files(tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None) -> int:
-    """Write the graphs to the folder `tree`, which already has the source's other files; return bytes of weights.
-
-    Args:
-        family: name of the model's family.
-        parts: tensors by memory name, configuration and image settings.
-        progress: called with (bytes of packed weights, total bytes).
-
-    Raises:
-        UserError: a package is missing, OpenVINO GenAI has no such family, or the format cannot hold a layer.
-    """
-    if reasons := source_problems(tree, family, parts.config):
-        raise UserError(reasons[0])
-    openvino_family, source = _family(family), _Parameters(parts, progress)
-    write_openvino(tree, family, source)
-    # with transformers' defaults, which the pipeline does not have
-    towers = {part: parts.config[part] for part in ("text_config", "vision_config")}
-    _change_json(tree / "config.json", {**towers, **openvino_family.settings(source.read)})
-    left = [
-        name for name in source.sizes if name not in source.used and not name.startswith(openvino_family.unused or "\0")
-    ]
-    if left:
-        raise UserError(f"OpenVINO has no name for the tensor {left[0]} in this family; write another format")
-    images = openvino_family.images(parts.image)
-    _change_json(tree / "preprocessor_config.json", images)
-    if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
-        _change_json(tree / PROCESSOR, {"image_processor": images})
-    if reduce := parts.config.get("vlmcompress", {}).get("reduce"):
-        _change_json(tree / "generation_config.json", pruning(reduce))
-    return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
 
 
 class _Parameters:
@@ -174,7 +48,7 @@ class _Parameters:
         self.used: set[str] = set()
         self.sizes = {name: spec.nbytes for name, spec in parts.specs.items()}
         for layer, (scheme, (rows, columns)) in parts.layers.items():
-            stored = specs(scheme, rows, columns, "F16").values()
+            stored = FORMAT.specs(scheme, rows, columns, "F16").values()
             self.sizes[f"{layer}.weight"] = sum(spec.nbytes for spec in stored)
 
     def read(self, name: str) -> Tensor:
@@ -189,7 +63,7 @@ class _Parameters:
         weight, scheme, _ = self.parts.quantized[self._stored(name).removesuffix(".weight")]
         rows, columns = weight.q.shape
         try:
-            return Packed(tensors(weight, scheme), scheme.weights, (rows, columns))
+            return Packed(FORMAT.tensors(weight, scheme), scheme.weights, (rows, columns))
         except UserError as error:
             raise UserError(f"{layer}: {error}") from error
 
@@ -212,5 +86,98 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _family(name: str) -> OpenvinoFamily:
-    return REGISTRY.get(name).FAMILY
+class OpenVino(EngineFiles):
+    """Graphs of packed integers."""
+
+    METHOD = "openvino"
+    SCALES = torch.float16
+    ENGINE = "openvino"
+    TITLE = "OpenVINO"
+    PACKAGES, EXTRA = ("openvino", "openvino_tokenizers", "accelerate"), "openvino"
+    FAMILIES = REGISTRY
+
+    @override
+    def storage(self, scheme: Scheme) -> str:
+        weights = scheme.weights
+        if scheme.activations is not None:
+            raise UserError(
+                "OpenVINO's files have no settings of activations, it chooses their rounding; use a weight-only scheme"
+            )
+        if weights.kind != "int" or weights.bits not in (4, 8):
+            raise UserError(
+                "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
+            )
+        return f"{'i' if weights.symmetric else 'u'}{weights.bits}"
+
+    @override
+    def specs(self, scheme: Scheme, rows: int, columns: int, dtype: str) -> dict[str, Spec]:
+        self.storage(scheme)
+        fmt = scheme.weights
+        scales = 1 if fmt.group == 0 else rows * fmt.n_groups(columns)
+        tensors = {"weight": _bytes(rows * columns, fmt.bits), "weight_scale": Spec("F16", (scales,))}
+        return tensors | ({} if fmt.symmetric else {"weight_zero_point": _bytes(scales, fmt.bits)})
+
+    @override
+    def tensors(self, qt: QTensor, scheme: Scheme, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Codes and zero points as bytes (4-bit codes in pairs, the first in the lower half), and scales."""
+        self.storage(scheme)
+        fmt = qt.format
+        packed = {"weight": pack_bits(qt.q, fmt.bits, signed=fmt.symmetric)}
+        packed["weight_scale"] = to_float16(qt.scale, "OpenVINO").flatten()
+        if qt.zero_point is not None:
+            packed["weight_zero_point"] = pack_bits(qt.zero_point, fmt.bits)
+        return packed
+
+    @override
+    def family_problems(self, folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
+        """OpenVINO GenAI lacks a part of the family, or cuts images differently."""
+        openvino_family: OpenvinoFamily = REGISTRY.get(family).FAMILY
+        # The image processor's settings in the files, without transformers' defaults.
+        images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get(
+            "image_processor", {}
+        )
+        return openvino_family.problems(config) + [
+            f"OpenVINO GenAI cuts images by {name} = {value}, the processor by {images[name]}"
+            for name, value in openvino_family.fixed_images.items()
+            if images.get(name, value) != value
+        ]
+
+    @override
+    def reducer_problem(self, family: str, reducer: Mapping[str, Any]) -> str | None:
+        try:
+            pruning(reducer, family)
+        except UserError as error:
+            return str(error)
+        return None
+
+    @override
+    def token_ids(self, folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
+        return None if self.missing else _token_ids(folder, texts)
+
+    @override
+    def write_files(
+        self, tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        openvino_family: OpenvinoFamily = REGISTRY.get(family).FAMILY
+        source = _Parameters(parts, progress)
+        write_openvino(tree, family, source)
+        # with transformers' defaults, which the pipeline does not have
+        towers = {part: parts.config[part] for part in ("text_config", "vision_config")}
+        _change_json(tree / "config.json", {**towers, **openvino_family.settings(source.read)})
+        left = [
+            name
+            for name in source.sizes
+            if name not in source.used and not name.startswith(openvino_family.unused or "\0")
+        ]
+        if left:
+            raise UserError(f"OpenVINO has no name for the tensor {left[0]} in this family; write another format")
+        images = openvino_family.images(parts.image)
+        _change_json(tree / "preprocessor_config.json", images)
+        if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
+            _change_json(tree / PROCESSOR, {"image_processor": images})
+        if reduce := parts.config.get("vlmcompress", {}).get("reduce"):
+            _change_json(tree / "generation_config.json", pruning(reduce))
+        return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
+
+
+FORMAT = OpenVino()

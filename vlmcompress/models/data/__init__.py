@@ -13,5 +13,4 @@ from vlmcompress.models.data.sources import (
     load_mixed,
     load_samples,
     preview,
-    require_source,
 )

@@ -389,7 +389,7 @@ def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
         if path.is_dir():
             saved = any((path / file).is_file() for file in hub.SAVED)
             return _saved_dataset(path, columns) if saved else _folder(path)
-        require_source(path, answered)
+        hub.require_data(path, answered=answered)
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give data with at least one row")
         readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
@@ -399,13 +399,6 @@ def _read(path: Path, columns: Mapping[str, str], answered: bool) -> _Table:
         return readers[path.suffix.lower()](path, columns)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path and permissions") from error
-
-
-def require_source(path: Path, answered: bool = False) -> None:
-    """Raise `UserError` if `path` does not exist. `answered`: whether data with answers are needed, for the message."""
-    if not path.exists():
-        what = "a .jsonl or .parquet file with answers" if answered else "a folder of images, a .jsonl or .parquet file"
-        raise UserError(f"{path} does not exist; give {what}, or a data set")
 
 
 def _folder(path: Path) -> _Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vlmcompress.models._spec import ATTENTION_OUT, DOWN, GATE_UP, QKV, QWEN_ENGINE, DraftHead, MlxClass
+from vlmcompress.models._spec import ATTENTION_OUT, DOWN, GATE_UP, QKV, QWEN_ENGINE, MlxClass, MtpHead
 from vlmcompress.models.families import qwen2_5_vl
 
 SPEC = replace(
@@ -16,7 +16,7 @@ SPEC = replace(
     model_types=("exaone4_5",),
     groups=(replace(QKV, smooth=()), ATTENTION_OUT, replace(GATE_UP, smooth=()), DOWN),
     mixed_blocks="attention in windows",
-    draft=DraftHead("mtp", "num_nextn_predict_layers", top=True),
+    mtp=MtpHead("mtp", "num_nextn_predict_layers", top=True),
     names=replace(qwen2_5_vl.SPEC.names, hub=(), prefixes=QWEN_ENGINE),
     tower=replace(qwen2_5_vl.SPEC.tower, attention=None),
     images=replace(qwen2_5_vl.SPEC.images, positions="1d"),

@@ -20,7 +20,7 @@ SPEC = replace(
     float32=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"),
     mixed_blocks="Gated DeltaNet, which keeps a recurrent state",
     norm_offset=1.0,
-    draft=MTP,
+    mtp=MTP,
     tower=replace(qwen3_vl.SPEC.tower, blocks=None),
     images=replace(qwen3_vl.SPEC.images, levels=None),
     engine=replace(

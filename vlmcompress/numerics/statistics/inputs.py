@@ -74,6 +74,7 @@ class GroupStats:
         self.borrowed = 0  # number of an expert's tokens that the router did not send to it
         self._merged: Tensor | None = None  # [in, in], cached result of `gram` before scaling, see `merged`
         self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
+        self.held_out: GroupStats | None = None  # of inputs that no weight is fitted to; set by the caller, not stored
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens.
@@ -194,6 +195,19 @@ class GroupStats:
         return {
             name: error / size if size > 0 else 0.0 for name, error, size in zip(names, *totals.tolist(), strict=True)
         }
+
+    @property
+    def measured(self) -> GroupStats:
+        """The statistics that errors are measured on, of inputs divided like these: the held-out ones if there are any."""
+        return self if self.held_out is None else self.held_out._with(_scale=self._scale)
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Tensor]) -> GroupStats:
+        """Statistics for measuring errors on `rows`: modality -> `[at most ROWS, in]`, any float dtype."""
+        stats = cls(next(iter(rows.values())).shape[1], {"gram", "absmax"})
+        stats._pending = dict(rows)
+        stats._rows = {name: kept[:: -(-len(kept) // SAMPLE)] for name, kept in rows.items()}
+        return stats
 
     def rounding_error(self, q: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Error that rounding inputs adds to `error`: `||(r(X_m) - X_m) Q^T||^2 / ||X_m W^T||^2` by modality, over the sample

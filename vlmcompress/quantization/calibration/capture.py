@@ -25,9 +25,9 @@ from vlmcompress import models
 from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, resident, trim, widened
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE
+from vlmcompress.numerics.statistics.inputs import CROSS, ROWS, SAMPLE
 from vlmcompress.numerics.statistics.tokens import splits
-from vlmcompress.quantization.calibration.block_inputs import Batch, StopForward, capture_block_inputs
+from vlmcompress.quantization.calibration.block_inputs import Batch, Refused, StopForward, capture_block_inputs
 from vlmcompress.quantization.calibration.input_recorder import (
     BlockCapture,
     CaptureSpec,
@@ -74,7 +74,7 @@ def capture_blocks(
     pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
     last = max(pending, default=-1)
     parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
-    run.total = len(run.batches) * sum(len(parts[layer]) for layer in pending)
+    run.total = (len(run.batches) + len(run.held_out)) * sum(len(parts[layer]) for layer in pending)
     for layer, groups in enumerate(blocks):
         block = run.block(layer)
         advanced = False
@@ -96,7 +96,7 @@ def capture_blocks(
                     yield layer, None
             # "blocks" and "groups": the block now has quantized weights, and the next block sees its output.
             if layer < last and not advanced:
-                run.advance(layer, block, run.batches)
+                run.advance(layer, block, [*run.batches, *run.held_out])
             if groups:
                 passed(layer)
 
@@ -104,21 +104,31 @@ def capture_blocks(
 class _Capture:
     """The samples on their way through the blocks."""
 
-    def __init__(self, vlm: VLM, samples: Sequence[dict[str, Tensor]], spec: CaptureSpec, progress: Progress):
+    def __init__(self, vlm: VLM, every: Sequence[dict[str, Tensor]], spec: CaptureSpec, progress: Progress):
         self.vlm, self.spec, self.progress = vlm, spec, progress
         self.paths = [*models.decoder_layers(vlm.model, vlm.spec), ""]  # the output head is in no block
+        samples, held_out = every[: len(every) - spec.held_out], every[len(every) - spec.held_out :]
         with phase("capturing block inputs"):
             self.batches: list[Batch] = capture_block_inputs(vlm, samples, progress)
+            # Batches of their own, so that they change no sum of the others.
+            try:
+                self.held_out = capture_block_inputs(vlm, held_out) if held_out else []
+            except Refused as error:
+                raise Refused({len(samples) + number: why for number, why in error.reasons.items()}) from error
         # The same samples in the stream through the original blocks; empty unless the cross-Gram matrix is captured.
         self.reference_batches = [batch.reference_copy() for batch in self.batches] if CROSS in spec.statistics else []
         self.device = accelerator() or vlm.model.device
-        self.tokens = self._index([sample["modality"] for sample in samples])
+        self.tokens = self._index(*([sample["modality"] for sample in part] for part in (samples, held_out)))
         self.done = self.total = 0
 
-    def _index(self, masks: list[Tensor]) -> TokenIndex:
-        """Find the tokens of each modality by the samples' `masks [1, tokens]`."""
+    def _index(self, masks: list[Tensor], held_masks: list[Tensor]) -> TokenIndex:
+        """Find the tokens of each modality by the samples' `masks [1, tokens]`, and those of held-out samples."""
         spec, rows = self.spec, [batch.samples for batch in self.batches]
-        counts = {name: sum(int((mask == code).sum()) for mask in masks) for code, name in enumerate(MODALITIES, 1)}
+        counts, held_counts = (
+            {name: sum(int((mask == code).sum()) for mask in part) for code, name in enumerate(MODALITIES, 1)}
+            for part in (masks, held_masks)
+        )
+        held_rows = [batch.samples for batch in self.held_out]
         drawn = (
             splits([mask.clamp(max=1) for mask in masks], rows, spec.sampled_rows, spec.seed)
             if spec.sampled_rows
@@ -130,6 +140,8 @@ class _Capture:
             [split.to(self.device) for split in drawn],
             counts,
             LayerDraw(counts, masks, rows, width, spec.seed) if width else None,
+            [split.to(self.device) for split in splits(held_masks, held_rows, ROWS, spec.seed)],
+            {name: min(count, ROWS) for name, count in held_counts.items() if count},
         )
 
     def block(self, layer: int) -> nn.Module:
@@ -180,6 +192,14 @@ class _Capture:
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
             recorder.fill()
+            for number, batch in enumerate(self.held_out):
+                recorder.begin_held_out(number)
+                with suppress(StopForward):
+                    hidden = batch.run_block(forward, layer, self.device)
+                    if advance:
+                        batch.set_hidden(hidden)
+                self.done += 1
+                self.progress("calibrating", self.done, self.total)
         if reference:
             reference.close()
         del forward, reference  # float32 copies of the block's weights

@@ -34,6 +34,7 @@ class CaptureSpec:
         sampled_rows: number of rows to draw from the first group's input; 0: none.
         seed: seed of that draw.
         all_experts: give every expert of a mixture all tokens, not only those routed to it.
+        held_out: how many of the samples, the last ones, only errors are measured on (`GroupStats.measured`).
     """
 
     statistics: frozenset[str]
@@ -42,6 +43,7 @@ class CaptureSpec:
     sampled_rows: int = 0
     seed: int = 0
     all_experts: bool = False
+    held_out: int = 0
 
 
 @dataclass
@@ -68,12 +70,16 @@ class TokenIndex:
         drawn: for each batch, its rows in a sample of the tokens of all batches.
         counts: modality -> number of tokens in all samples of all workers.
         layer_draw: subsample of the tokens, for experts with too few; None: the model has no experts.
+        held_out: for each batch of held-out samples, the rows that errors are measured on, with their places among all.
+        held_counts: modality -> number of these rows of all workers.
     """
 
     splits: list[Split]
     drawn: list[Split]
     counts: dict[str, int]
     layer_draw: LayerDraw | None
+    held_out: list[Split] = field(default_factory=list)
+    held_counts: dict[str, int] = field(default_factory=dict)
 
 
 class ReferenceBlock:
@@ -150,6 +156,8 @@ class InputRecorder:
         self.routed = Routed.of(model, groups, tokens.layer_draw, device) if tokens.layer_draw else None
         self.attention = getattr(model.get_submodule(path), "self_attn", None) if spec.kv_cache else None
         self.kv_ranges = {f"{path}.self_attn": KVRange()} if self.attention is not None else {}
+        self.held: Split | None = None  # of the current batch, if that is of held-out samples
+        self.held_rows: list[dict[str, Tensor]] = [{} for _ in groups]
         self.hooks = ExitStack()
 
     def __enter__(self) -> InputRecorder:
@@ -173,9 +181,18 @@ class InputRecorder:
 
     def fill(self) -> None:
         """After all batches, run experts that had too few tokens on other tokens."""
-        self.stops = False
+        stops, self.stops = self.stops, False
         if self.routed:
             self.routed.fill(self.collectors)
+        self.stops = stops
+
+    def begin_held_out(self, number: int) -> None:
+        """Prepare for a batch of held-out samples; they come last, and only rows of them are kept."""
+        if self.held is None:
+            self.hooks.close()
+            for index, linear in enumerate(self.linears):
+                self.hooks.callback(linear.register_forward_pre_hook(self._hook(index)).remove)
+        self.held, self.recorded = self.tokens.held_out[number], set()
 
     def finish(self, faulty_sample: Callable[[], int | None]) -> BlockCapture:
         """Statistics of all workers. Raises UserError for NaN or Inf among inputs, with the number from `faulty_sample`."""
@@ -196,6 +213,13 @@ class InputRecorder:
             stats = capture.stats[group.name] = collector.pooled(counts, workers, self.device, *all_reduce)
             if self.routed and index in self.routed.owners:
                 stats.routed, stats.borrowed = True, self.routed.borrowed.get(index, 0)
+            held: dict[str, Tensor] = {}
+            for name, count in self.tokens.held_counts.items():
+                empty = torch.zeros(count, stats.width, device=self.device)
+                rows = distributed.all_sum(self.held_rows[index].get(name, empty).float())
+                if rows.isfinite().all() and rows.any():  # an expert may get none of them
+                    held[name] = rows.to(torch.bfloat16) if self.linears[index].weight.dtype == torch.bfloat16 else rows
+            stats.held_out = GroupStats.of_rows(held) if held else None
         capture.kv_ranges = {name: ranges.pooled(*all_reduce).cpu() for name, ranges in self.kv_ranges.items()}
         if self.spec.sampled_rows:
             capture.rows = distributed.all_sum(self.rows)[: sum(self.tokens.counts.values())].cpu()
@@ -204,6 +228,12 @@ class InputRecorder:
     def _hook(self, index: int) -> Callable:
         def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]  # [..., in]
+            if self.held is not None:
+                self._keep_held_out(index, x.reshape(-1, x.shape[-1]), self.held)
+                self.recorded.add(index)
+                if self.stops and len(self.recorded) == len(self.groups):
+                    raise StopForward
+                return
             if self.routed and index in self.routed.owners:
                 split: Split | None = self.routed.split(index)
             else:  # None: rows are not the batch's tokens and count alike
@@ -219,6 +249,19 @@ class InputRecorder:
                 raise StopForward
 
         return record
+
+    def _keep_held_out(self, index: int, x: Tensor, held: Split) -> None:
+        """Keep the drawn rows of a group's input `x [rows, in]` of held-out samples; of an expert's those routed to it."""
+        owner = self.routed.owners.get(index) if self.routed else None
+        if owner is None and len(x) != held.tokens:
+            return  # rows are not the batch's tokens
+        for name, (places, chosen) in held.drawn.items():
+            kept = self.held_rows[index].setdefault(name, x.new_zeros(self.tokens.held_counts[name], x.shape[1]))
+            if owner is not None:
+                place = places.new_full((held.tokens,), -1).index_copy_(0, chosen, places)[owner.rows]
+                chosen = (place >= 0).nonzero().squeeze(1)
+                places = place[chosen]
+            kept.index_copy_(0, places, x.index_select(0, chosen))
 
 
 class _RecordingCache:

@@ -244,7 +244,8 @@ def _divided(parameter: Tensor, scale: Tensor, offset: float = 0.0) -> Tensor:
 def _errors(
     weight: Tensor, quantized: QTensor, stats: GroupStats | None, act: ActFormat | None, input_scale: Tensor | None
 ) -> dict[str, float]:
-    """Relative squared error of a layer's output by modality, or without data of its weight, on evenly spaced rows.
+    """Relative squared error of a layer's output by modality on held-out tokens, if there are any, or without data of its
+    weight, on evenly spaced rows.
 
     `act`: format to which the layer's inputs are rounded. That error is uncorrelated with the weights', so squares add.
     `input_scale`: its scale if it is static.
@@ -253,8 +254,13 @@ def _errors(
     weight, q = weight[::step].float(), quantized.dequantize(torch.float32, slice(None, None, step))
     if stats is None or "gram" not in stats.needs:
         return {"weight": ((q - weight).square().sum() / weight.square().sum().clamp_min(1e-30)).item()}
-    errors = stats.error(q - weight, weight)
-    added = {} if act is None else stats.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
+    measured = stats.measured
+    errors = measured.error(q - weight, weight)
+    if any(
+        count and name not in errors for name, count in stats.count.items()
+    ):  # no held-out token is of this modality
+        errors = stats.error(q - weight, weight) | errors
+    added = {} if act is None else measured.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
     return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}
 
 

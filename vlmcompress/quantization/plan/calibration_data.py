@@ -14,7 +14,6 @@ from vlmcompress.models.data import (
     encode,
     encode_usable,
     preview,
-    require_source,
     video,
 )
 from vlmcompress.models.data.samples import LazyImages
@@ -45,8 +44,8 @@ def require_calibration_data(work: Plan) -> None:
     """Refuse a plan whose calibration data are needed and not named, or named and missing, just as its run would."""
     settings = work.recipe.calibrate
     for named in (settings.data, settings.text):
-        if named is not None and hub.parse_repository(named, "dataset") is None:
-            require_source(Path(named))
+        if named is not None:
+            hub.require_data(named)
     if not work.statistics or _needs_data_with_statistics(work):
         data_source(work.recipe, work.recipe.model, data_reason(work))
 

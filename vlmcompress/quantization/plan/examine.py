@@ -78,7 +78,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     report += [Check("folder", True, line) for line in lines]
     report += _names(plan, engine)
     report += _reducer(plan, engine)
-    report += _draft(plan)
+    report += _mtp(plan)
     if plan.problems:
         report += [Check("plan", False, problem) for problem in plan.problems]
     else:
@@ -216,16 +216,16 @@ def _reducer(plan: Plan, engine: str) -> list[Check]:
     return [Check(title, True, plan.visual_tokens.text)]
 
 
-def _draft(plan: Plan) -> list[Check]:
+def _mtp(plan: Plan) -> list[Check]:
     """What becomes of a head that drafts tokens; why it can't be carried is among the plan's problems."""
     source = plan.source
-    if lost := models.draft_lost(source.spec, source.config, source.stored):
+    if lost := models.missing_mtp(source.spec, source.config, source.stored):
         return [Check("speculation", True, f"{lost}; what quantize writes says 0")]
-    names = models.draft_tensors(source.spec, source.stored)
-    if not names or models.draft_problem(source.spec, source.config, source.stored):
+    names = models.mtp_tensors(source.spec, source.stored)
+    if not names or models.mtp_problem(source.spec, source.config, source.stored):
         return []
     whole = size(sum(source.stored[name].nbytes for name in names))
-    title = f"{', '.join(models.draft_roots(source.spec, source.stored))}, a head that drafts tokens"
+    title = f"{', '.join(models.mtp_roots(source.spec, source.stored))}, a head that drafts tokens"
     return [Check("speculation", True, f"{title}, is carried as it is: {len(names)} tensors, {whole}")]
 
 

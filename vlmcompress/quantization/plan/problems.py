@@ -97,10 +97,10 @@ def published_search(survey: Survey) -> Iterator[str]:
         )
 
 
-def draft_head(survey: Survey) -> Iterator[str]:
-    """Whether the model's draft head can be copied."""
+def mtp_head(survey: Survey) -> Iterator[str]:
+    """Whether the model's MTP head can be copied."""
     source = survey.source
-    if problem := models.draft_problem(source.spec, source.config, source.stored):
+    if problem := models.mtp_problem(source.spec, source.config, source.stored):
         yield problem
 
 
@@ -166,7 +166,7 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache: vLLM's class of {survey.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(survey.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
-    if hasattr(recipe.exporter, "source_problems"):  # a conversion to another engine's format is a change
+    if recipe.exporter.ENGINE:  # a conversion to another engine's format is a change
         return
     if not (
         survey.layers.quantized
@@ -222,7 +222,7 @@ CHECKS: tuple[Check, ...] = (
     assigned_schemes,
     experts,
     published_search,
-    draft_head,
+    mtp_head,
     skip,
     shapes,
     matrices_of_the_vocabulary,

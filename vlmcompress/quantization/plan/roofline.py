@@ -144,15 +144,15 @@ def _linear(root: nn.Module) -> int:
 
 
 def bytes_read(model: ServedModel, loaded: int) -> Read:
-    """What of `loaded` bytes of weights, a draft head's not among them, a decoding step reads: not the tower, nor an embedding
+    """What of `loaded` bytes of weights, an MTP head's not among them, a decoding step reads: not the tower, nor an embedding
     that is not the head."""
     names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
     tied = bool(models.tied_names(model.meta_model))
-    drafts = set(models.draft_tensors(model.spec, model.stored)) if model.spec else set[str]()
+    mtp = set(models.mtp_tensors(model.spec, model.stored)) if model.spec else set[str]()
     aside = routed = decoder = 0
     for disk, spec in model.stored.items():
         name = names.get(disk, disk)
-        if disk in drafts:
+        if disk in mtp:
             continue
         if _TOWER.search(name) or ("embed_tokens" in name and not tied):
             aside += spec.nbytes

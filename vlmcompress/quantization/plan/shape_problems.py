@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 from vlmcompress.engines.vllm import partition
+from vlmcompress.export.formats import ExportFormat
 from vlmcompress.models import HEAD, PADDING, Group, Source
 from vlmcompress.numerics import Scheme, label
 from vlmcompress.recipe import targets
@@ -13,7 +13,7 @@ from vlmcompress.utils.errors import UserError
 
 
 def shape_problems(
-    source: Source, group: Group, scheme: Scheme | None, exporter: ModuleType, target: str | None
+    source: Source, group: Group, scheme: Scheme | None, exporter: ExportFormat, target: str | None
 ) -> Iterator[str]:
     """Reasons why layers of a group cannot have the scheme, in the exporter's files or on the target; empty if they can."""
     if scheme is None:

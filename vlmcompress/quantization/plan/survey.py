@@ -86,9 +86,7 @@ class Survey:
         others = {**self.assigned, **self.widths}
         if self.head:
             others[self.head.layer, self.head.name] = vocabulary.head_method(self.recipe, self.source)
-        return QuantMethod(
-            self.recipe.method, self.recipe.options, others, getattr(self.recipe.exporter, "SCALES", None)
-        )
+        return QuantMethod(self.recipe.method, self.recipe.options, others, self.recipe.exporter.SCALES)
 
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:

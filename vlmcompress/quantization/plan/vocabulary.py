@@ -36,7 +36,7 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
         else:
             name = "rtn"
     module = SCHEMES.get(name)
-    return QuantMethod(module, module.Options(**options), scale_dtype=getattr(recipe.exporter, "SCALES", None))
+    return QuantMethod(module, module.Options(**options), scale_dtype=recipe.exporter.SCALES)
 
 
 def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:

@@ -32,6 +32,9 @@ class Attachment(Generic[Held]):
     reduced_units: the units of the latest call with images, with their reductions.
     """
 
+    def __repr__(self) -> str:
+        return f"<{self.chosen} attached to {type(self.vlm.model).__name__}>"
+
     def __init__(self, vlm: VLM, chosen: ReducerChoice):
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")

@@ -75,8 +75,8 @@ def sheet(
         for caption, reductions in columns:
             drawn = panel(large, image.size, layout, reductions[number])
             panels.append(_captioned(drawn, caption, str(Counts.of(reductions[number]))))
-        rows.append(_side_by_side(panels))
-    return _framed([*rows, _legend()])
+        rows.append(_joined(panels, GAP, across=True))
+    return _joined([*rows, _legend()], GAP, margin=GAP)
 
 
 def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: Reduction) -> list[Image.Image]:
@@ -148,25 +148,21 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def _captioned(drawings: Sequence[Image.Image], title: str, caption: str) -> Image.Image:
     lines = [(title, _font(15)), (caption, _font(13))]
-    width = max([drawing.width for drawing in drawings] + [round(font.getlength(text)) + 1 for text, font in lines])
-    height = LINE * len(lines) + sum(drawing.height for drawing in drawings) + GAP * (len(drawings) - 1)
-    canvas = Image.new("RGB", (width, height), PAPER)
-    draw = ImageDraw.Draw(canvas)
-    for number, (text, font) in enumerate(lines):
-        draw.text((0, number * LINE), text, fill=INK, font=font)
-    y = LINE * len(lines)
-    for drawing in drawings:
-        canvas.paste(drawing, (0, y))
-        y += drawing.height + GAP
-    return canvas
+    text = Image.new("RGB", (max(round(font.getlength(line)) + 1 for line, font in lines), LINE * len(lines)), PAPER)
+    for number, (line, font) in enumerate(lines):
+        ImageDraw.Draw(text).text((0, number * LINE), line, fill=INK, font=font)
+    return _joined([text, _joined(drawings, GAP)])
 
 
-def _side_by_side(panels: Sequence[Image.Image]) -> Image.Image:
-    width = sum(panel.width for panel in panels) + GAP * (len(panels) - 1)
-    canvas, x = Image.new("RGB", (width, max(panel.height for panel in panels)), PAPER), 0
-    for image in panels:
-        canvas.paste(image, (x, 0))
-        x += image.width + GAP
+def _joined(parts: Sequence[Image.Image], gap: int = 0, *, across: bool = False, margin: int = 0) -> Image.Image:
+    """Paste drawings onto paper, one below the other or, with `across`, side by side."""
+    lengths = [part.width if across else part.height for part in parts]
+    length = sum(lengths) + gap * (len(parts) - 1) + 2 * margin
+    width = max(part.height if across else part.width for part in parts) + 2 * margin
+    canvas, at = Image.new("RGB", (length, width) if across else (width, length), PAPER), margin
+    for part, extent in zip(parts, lengths, strict=True):
+        canvas.paste(part, (at, margin) if across else (margin, at))
+        at += extent + gap
     return canvas
 
 
@@ -186,15 +182,6 @@ def _legend() -> Image.Image:
         draw.rectangle((x, 2, x + LINE - 6, LINE - 4), fill=fill, outline=edge)
         draw.text((x + LINE, 0), text, fill=INK, font=font)
         x += LINE + 8 + round(font.getlength(text)) + GAP
-    return canvas
-
-
-def _framed(rows: Sequence[Image.Image]) -> Image.Image:
-    width = max(row.width for row in rows) + 2 * GAP
-    canvas, y = Image.new("RGB", (width, sum(row.height + GAP for row in rows) + GAP), PAPER), GAP
-    for row in rows:
-        canvas.paste(row, (GAP, y))
-        y += row.height + GAP
     return canvas
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM, block_side, tile_grid
 from vlmcompress.reduction.methods import Grid, Reduction
 from vlmcompress.utils.errors import UserError
+
+_signature = functools.cache(inspect.signature)  # the model runs once per generated token
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +66,6 @@ class Call:
     def has_images(self) -> bool:
         """Whether this call has images, not only text or the next token."""
         return self.get("pixel_values") is not None
-
-
-@functools.cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 def units(vlm: VLM, call: Call) -> list[Unit]:

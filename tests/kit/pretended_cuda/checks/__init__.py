@@ -1,10 +1,9 @@
 """What runs on the pretended device, in processes of their own: `tests/test_pretended_cuda.py` hands these files to pytest.
 
-    numbers    what comes out is what comes out on a CPU         places    what is computed where, and copied
-    waits      how often the host waits                          served    our reducers in vLLM's models
+    numbers    what comes out is what comes out on a CPU         places    what is computed where
 
 To add a phase of a run, call its function within `hidden()` and without, and compare: the CPU is the oracle, up to the order of
-sums (`numbers`). To keep how often it waits, call it within `counting()`, whose `places` name the lines (`waits`).
+sums (`numbers`).
 """
 
 from __future__ import annotations

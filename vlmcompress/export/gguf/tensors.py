@@ -30,7 +30,7 @@ NEVER_Q8_0 = ("patch_embd", "patch_merger", "mm.input_projection")
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorWrite:
     """A tensor to write.
 
     Attributes:
@@ -54,9 +54,9 @@ class TensorPlan:
         return count * FLOATS[self.kind] if self.kind in FLOATS else count // block_size(self.kind) * BYTES[self.kind]
 
 
-def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list[TensorPlan]:
+def tensors_to_write(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list[TensorWrite]:
     """The tensors of a file, by block and then in the order of the rules; `side`: "language" or "vision"."""
-    plans, scales = [], dict[str, Tensor]()
+    tensors, scales = [], dict[str, Tensor]()
     for rule in model.rules:
         pattern = re.compile(re.escape(rule.source).replace(r"\{\}", r"(\d+)"))
         experts: dict[str, dict[int, str]] = {}  # target -> number of the expert -> parameter
@@ -69,37 +69,37 @@ def planned(model: GgufFile, parts: Parts, facts: ModelFacts, side: str) -> list
         for target, names in experts.items():
             sources = [names[number] for number in sorted(names)]
             each = [_plan(rule, source, target, parts, facts, side, scales) for source in sources]
-            plans.append(_stacked(each) if rule.stacked else each[0])
+            tensors.append(_stacked(each) if rule.stacked else each[0])
             if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source, known once these are packed
                 name, count = target.removesuffix("weight") + "scale", (len(sources),)
-                plans.append(TensorPlan(name, (), "F32", count, functools.partial(map, scales.pop, sources)))
+                tensors.append(TensorWrite(name, (), "F32", count, functools.partial(map, scales.pop, sources)))
     # layers of a group are rounded together, and held until they are written
-    return sorted(plans, key=lambda plan: int(block[1]) if (block := re.search(r"\.(\d+)\.", plan.name)) else -1)
+    return sorted(tensors, key=lambda tensor: int(block[1]) if (block := re.search(r"\.(\d+)\.", tensor.name)) else -1)
 
 
-def require_complete(family: GgufFamily, parts: Parts, plans: list[TensorPlan]) -> None:
+def require_complete(family: GgufFamily, parts: Parts, tensors: list[TensorWrite]) -> None:
     """Raise `UserError` for a parameter that no rule covers."""
-    used = {source for plan in plans for source in plan.sources}
+    used = {source for tensor in tensors for source in tensor.sources}
     for name in parts.names:
         if name not in used and not name.startswith(family.unused or ("\0",)):
             raise UserError(f"llama.cpp has no tensor for {name} in this family; it cannot be written to GGUF")
 
 
-def _stacked(plans: list[TensorPlan]) -> TensorPlan:
+def _stacked(tensors: list[TensorWrite]) -> TensorWrite:
     """The tensor of all experts, concatenated."""
-    first = plans[0]
-    for plan in plans:
-        if (plan.kind, plan.shape) != (first.kind, first.shape):
+    first = tensors[0]
+    for tensor in tensors:
+        if (tensor.kind, tensor.shape) != (first.kind, first.shape):
             raise UserError(
-                f"{plan.sources[0]} is {plan.kind}, {first.sources[0]} {first.kind}: GGUF has one type for all experts of a "
-                "block; give them the same width"
+                f"{tensor.sources[0]} is {tensor.kind}, {first.sources[0]} {first.kind}: GGUF has one type for all experts of "
+                "a block; give them the same width"
             )
-    return TensorPlan(
+    return TensorWrite(
         first.name,
-        tuple(source for plan in plans for source in plan.sources),
+        tuple(source for tensor in tensors for source in tensor.sources),
         first.kind,
-        (len(plans), *first.shape),
-        lambda: itertools.chain.from_iterable(plan.make() for plan in plans),
+        (len(tensors), *first.shape),
+        lambda: itertools.chain.from_iterable(tensor.make() for tensor in tensors),
     )
 
 
@@ -111,7 +111,7 @@ def _plan(
     facts: ModelFacts,
     side: str,
     scales: MutableMapping[str, Tensor],
-) -> TensorPlan:
+) -> TensorWrite:
     """The tensor of one parameter; once it is made, `scales` has the number of its matrix, if its type has one."""
     part, of = rule.part
     rows, columns = (list(order(facts)) if order else None for order in (rule.rows, rule.columns))
@@ -131,7 +131,7 @@ def _plan(
                 scales[source] = matrix_scale(weight)
             yield in_order(chosen(pack(weight)), columns, kind)
 
-        return TensorPlan(target, (source,), kind, (height // of, width), packed)
+        return TensorWrite(target, (source,), kind, (height // of, width), packed)
 
     def changed(value: Tensor) -> Tensor:
         value = value if columns is None else value[:, columns]
@@ -166,4 +166,4 @@ def _plan(
             )
         yield rounded
 
-    return TensorPlan(target, (source,), kind, shape, make)
+    return TensorWrite(target, (source,), kind, shape, make)
