@@ -84,7 +84,7 @@ def _options(registry: Any) -> str:
     rows = []
     for name in registry.names():
         entry = registry.get(name)
-        options = getattr(entry, "Options", type(entry))
+        options = getattr(entry, "OPTIONS", type(entry))
         presets = registry.constant(name, "PRESETS") or ()
         also = [f"`{alias}`" for alias in (*registry.aliases(name), *presets)]
         named = f" Also {', '.join(also)}." if also else ""

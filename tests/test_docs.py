@@ -28,8 +28,7 @@ from vlmcompress.evaluation import results
 from vlmcompress.evaluation.accuracy import gate
 from vlmcompress.export import manifest
 from vlmcompress.models.data.samples import to_sample
-from vlmcompress.numerics.statistics import gradients
-from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.schemes import rtn, solve
 from vlmcompress.recipe import targets
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import Signals, TokenCounter
@@ -130,7 +129,7 @@ def test_paths_exist():
             assert (ROOT / path).exists() or "NAME" in path or path in EXAMPLES, f"{page} names {path}"
 
 
-EXAMPLES = {"vlmcompress/reduction/methods/unlike.py"}
+EXAMPLES = {"vlmcompress/reduction/methods/unlike.py", "vlmcompress/quantization/schemes/six.py"}
 """Files that a page says one could write."""
 
 
@@ -141,12 +140,10 @@ def test_every_package_is_described():
 
 
 CONTRACTS = {
-    "quantization/schemes": "Options needs scheme quantize smooth prepare quantize_group input_scale other ALIASES PRESETS "
-    "sketch PREPARED_BY",
+    "quantization/schemes": "Options SCHEME",
     "reduction/methods": "REDUCER",
     "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
     "export/formats": "FORMAT",
-    "export/launch": "ENGINE GPUS TITLE CHECKED files command further",
     "cli": "GROUP PLACE PASSES_ON options run",
 }
 """Plug folder -> the names that its docstring defines, one at the beginning of a line."""
@@ -352,25 +349,38 @@ def test_formats_documents_every_field():
     classes = [cls for cls in vars(results).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
     expected = set.union(*(fields(cls) for cls in classes), fields(gate.GateFile), fields(gate.SuiteRules)) - {"suite"}
     expected |= fields(gate.SpeedRule)
-    for record in (manifest.Manifest, manifest.CalibrationData, statistics_folder.Facts):
+    for record in (manifest.Manifest, manifest.CalibrationData):
         expected |= record.__annotations__.keys()
-    for cls in (TokenCounter, gradients.Gradient, gradients.Gradients):
-        expected |= {field.name for field in dataclasses.fields(cls)}
+    expected |= {field.name for field in dataclasses.fields(TokenCounter)}
     named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", text))
     assert expected <= named, f"docs/formats.md does not name {sorted(expected - named)}"
 
 
 @pytest.fixture
 def contributed(tmp_path, monkeypatch) -> Path:
-    """A folder for PYTHONPATH with CONTRIBUTING's reducer as a separate package, which joins through an entry point."""
-    (example,) = (block for page, block in fenced("python") if page == "CONTRIBUTING.md")
-    (tmp_path / "unlike_reducer.py").write_text(example)
+    """A folder for PYTHONPATH with CONTRIBUTING's scheme and reducer as a package, which joins through entry points."""
+    scheme, reducer = (block for page, block in fenced("python") if page == "CONTRIBUTING.md")
+    (tmp_path / "six_scheme.py").write_text(scheme)
+    (tmp_path / "unlike_reducer.py").write_text(reducer)
     about = tmp_path / "unlike_reducer-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: unlike-reducer\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[vlmcompress.reduction.methods]\nunlike = unlike_reducer\n")
+    (about / "entry_points.txt").write_text(
+        "[vlmcompress.reduction.methods]\nunlike = unlike_reducer\n[vlmcompress.quantization.schemes]\nsix = six_scheme\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
+
+
+def test_the_example_scheme_is_right(contributed):
+    """By its entry point it rounds as `rtn` does with six bits, and is listed."""
+    registry = Registry("vlmcompress.quantization.schemes", "scheme", entry="SCHEME")
+    method, weight = registry.get("six"), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    solved = solve(method, [weight], None, method.OPTIONS(), torch.float32).weights[0]
+    expected = solve(rtn.SCHEME, [weight], None, rtn.Options(bits=6), torch.float32).weights[0]
+    assert torch.equal(solved.q, expected.q) and torch.equal(solved.scale, expected.scale)
+    assert method.needs(method.OPTIONS()).statistics == set() and registry.aliases("six") == ()
+    assert registry.summary("six").startswith("Six bits, rounded to nearest")
 
 
 def test_the_example_reducer_is_right(contributed):

@@ -17,7 +17,9 @@ from tests.kit.places import ROOT
 
 PACKAGE = ROOT / "vlmcompress"
 GRAPH = grimp.build_graph("vlmcompress", include_external_packages=True)
-GRAPH.remove_import(importer="vlmcompress", imported="vlmcompress.api")  # the face, made when it is asked for
+GRAPH.remove_import(
+    importer="vlmcompress", imported="vlmcompress.api"
+)  # the public interface, which is imported lazily
 MODULES = sorted(name for name in GRAPH.modules if name.startswith("vlmcompress"))
 PURE = {"torch", "typing_extensions", *sys.stdlib_module_names}
 KNOWN = ("numerics", "utils.registry", "utils.errors")

@@ -15,11 +15,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmcompress.api import Recipe, Result, Results, UserError, attach, calibrate, evaluate, load, quantize
+    from vlmcompress.api import Recipe, Result, Results, UserError, attach, evaluate, load, quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
+__all__ = ["Recipe", "Result", "Results", "UserError", "attach", "evaluate", "load", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -30,9 +30,6 @@ from vlmcompress.evaluation.accuracy.thoughts import read_marks
 from vlmcompress.evaluation.results import Results
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Reading
-from vlmcompress.numerics.statistics.inputs import STORABLE
-from vlmcompress.quantization.calibrate import KINDS
-from vlmcompress.quantization.calibrate import calibrate as _calibrate
 from vlmcompress.quantization.inputs import Result
 from vlmcompress.quantization.run import quantize as _quantize
 from vlmcompress.recipe import Recipe
@@ -44,7 +41,7 @@ from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
-__all__ = ["KINDS", "Recipe", "Result", "Results", "UserError", "attach", "calibrate", "evaluate", "load", "quantize"]
+__all__ = ["Recipe", "Result", "Results", "UserError", "attach", "evaluate", "load", "quantize"]
 
 
 def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
@@ -63,31 +60,6 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
         UserError: bad input; nothing was written.
     """
     return _quantize(recipe, restart=restart, overwrite=overwrite, progress=progress)
-
-
-def calibrate(
-    recipe: Recipe,
-    *,
-    needs: Collection[str] | None = None,
-    restart: bool = False,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> Result:
-    """Collect a model's statistics once, in `recipe.out`; recipes name that folder in `calibrate.stats`.
-
-    Args:
-        recipe: its model, data, seed, reducer and `kv_cache` decide what is collected; its scheme does not.
-        needs: names of the statistics to collect, from `KINDS`; None: `gram`, `absmax` and `absmean`, which suffice for
-            every scheme with default options except `mbq`. `mbq` and the balances `auto` and `mbq` also need `gradient`;
-            `bits.by` luq and qvlm need `entropy`.
-        restart, overwrite, progress: as in `quantize`.
-
-    Raises:
-        UserError: bad input; nothing was written.
-    """
-    return _calibrate(
-        recipe, needs=STORABLE if needs is None else needs, restart=restart, overwrite=overwrite, progress=progress
-    )
 
 
 def evaluate(

@@ -41,7 +41,6 @@ from weights_bench import Bench, chosen, quantized
 
 from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models.data import bundled_data
-from vlmcompress.quantization import calibrate
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
 
@@ -66,11 +65,7 @@ def measure(args: argparse.Namespace) -> None:
             if time.monotonic() - began > 60 * args.minutes:
                 return
             bench = bench or Bench(args.model, args)
-            row, rows = METHODS[method], [METHODS[name] for name in args.methods]
-            unread = (set() if any(row.reads_gradients for row in rows) else {"gradient"}) | (
-                set() if any(row.recipe.get("bits", {}).get("by") == "luq" for row in rows) else {"entropy"}
-            )
-            vlm, facts = quantized(bench, FORMATS[form], row, seed, calibrate.KINDS - unread)
+            vlm, facts = quantized(bench, FORMATS[form], METHODS[method], seed)
             keep(args, key, {"model": name, "format": form, "method": method, "seed": seed} | facts, bench.measure(vlm))
 
 

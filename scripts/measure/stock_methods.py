@@ -48,7 +48,7 @@ def run_stock(
     batches = [batch | {"modality": batch["modality"].clamp(max=1)} for batch in batches]  # AWQ's loss is of tokens 1
     groups = models.resolve_groups(vlm.model, vlm.spec)
     linears = [_exactly(linear) for group in groups for linear in group.linears]
-    scheme = int8.scheme(int8.Options()) if name == "int8" else weight_only(bits, group_size, symmetric)
+    scheme = int8.SCHEME.scheme(int8.Options()) if name == "int8" else weight_only(bits, group_size, symmetric)
     config = compressed_tensors.quantization_config([(scheme, linears)], ignore=[])
     recipe: list[Modifier]
     if name == "gptq":

@@ -57,11 +57,6 @@ class Row:
     data_free: bool = False
     than: tuple[str, str] | None = None
 
-    @property
-    def reads_gradients(self) -> bool:
-        """Whether its statistics must have gradients, which scheme `mbq` and widths that are shared out read."""
-        return self.kind == "stats" and (self.scheme == "mbq" or "bits" in self.recipe)
-
     def recipe_in(self, grid: Grid | None) -> dict[str, Any]:
         """The recipe in a number format."""
         return {"scheme": self.scheme, "options": (grid.options if grid else {}) | self.options} | self.recipe
@@ -86,7 +81,6 @@ METHODS: dict[str, Row] = {
     "gptq-plus": Row("gptq-plus"),
     "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
     "gptq-plus run": Row("gptq-plus", kind="run"),
-    "qronos": Row("qronos", STEPS | {"behind": "blocks", "correct": 0.5}, kind="run"),
     "awq": Row("awq"),
     "mbq": Row("mbq", kind="run"),
     "mbq gram": Row("mbq", {"objective": "gram"}),

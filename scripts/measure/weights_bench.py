@@ -10,7 +10,6 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from eval import english
 from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample, bundled_data, encode, load_samples
-from vlmcompress.quantization import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
@@ -100,17 +98,6 @@ class Bench:
         samples: dict[str, Any] = {"data": str(self.data), "samples": self.args.samples}
         return {"model": str(self.folder), "out": str(out), "seed": seed, "calibrate": samples}
 
-    def statistics(self, seed: int, needs: Set[str]) -> Path:
-        """Collect, once, statistics of the model in 16 bits; `.seconds` next to them says how long that took."""
-        extra = "".join(f"-{kind}" for kind in ("gradient", "entropy") if kind in needs)
-        out = self.work / "stats" / f"{self.name}-{self.args.samples}-{seed}{extra}"
-        if not (out / "statistics.json").exists():
-            start = time.process_time()
-            keys = self.recipe_keys(out, seed) | {"scheme": "gptq"}
-            calibrate.calibrate(resolve(keys).recipe, needs=needs)
-            out.with_name(f"{out.name}.seconds").write_text(str(time.process_time() - start))
-        return out
-
     def samples(self, seed: int) -> list[dict[str, torch.Tensor]]:
         """The calibration samples, encoded."""
         return list(encode(load_samples(self.data, samples=self.args.samples, seed=seed), self.plain))
@@ -144,12 +131,11 @@ def _same_inputs(quantized: VLM, other: VLM) -> bool:
     return all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
-def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[str]) -> tuple[VLM, dict[str, Any]]:
+def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int) -> tuple[VLM, dict[str, Any]]:
     """Quantize the model by a method, and say how long that took.
 
     Args:
         grid: the number format; None: that of the row's own options.
-        needs: the statistics that a row of kind `stats` is solved from.
     """
     if row.kind == "stock":
         return _stock(bench, grid, row, seed)
@@ -158,10 +144,6 @@ def quantized(bench: Bench, grid: Grid | None, row: Row, seed: int, needs: Set[s
     facts: dict[str, Any] = {}
     if row.data_free:
         keys.pop("calibrate")
-    elif row.kind == "stats":
-        stats = bench.statistics(seed, needs)
-        keys["calibrate"] = {"stats": str(stats)}
-        facts["statistics_seconds"] = round(float(stats.with_name(f"{stats.name}.seconds").read_text()), 1)
     start = time.process_time()
     manifest = quantize(resolve(keys).recipe, overwrite=True, restart=True).manifest
     facts |= {"seconds": round(time.process_time() - start, 1), "phases": manifest.get("timing")}

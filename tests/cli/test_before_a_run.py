@@ -118,7 +118,7 @@ def spoil(folder: Path, kind: str) -> None:
     ],
 )
 def test_a_sample_is_encoded_before_a_run(capfd, model, tmp_path, kind, message, rows):
-    """`check` says what the run would; `--dry-run` says what can be seen of the rows alone, too."""
+    """`check` reports what the run would; `--dry-run` what can be seen of the rows alone, too."""
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "a.png").write_bytes(file_of(picture(90, 60)))
     (tmp_path / "calib.jsonl").write_text(json.dumps({"image": "a.png", "question": "what?", "answer": "b"}))
@@ -155,7 +155,7 @@ def test_columns_and_skipped_rows_are_flags(capfd, model, tmp_path):
 
 
 def test_a_calibration_skips_what_the_model_cannot_take(capfd, tmp_path):
-    """One of eleven pictures has a single visual token, for which Mistral 3's code raises; OUT says what was left out."""
+    """One of eleven pictures has a single visual token, for which Mistral 3's code raises; OUT records what was left out."""
     model = tiny.build("mistral3", tmp_path / "model")
     rows = [{"image": f"{number}.png", "question": "what?", "answer": "red"} for number in range(11)]
     for number in range(11):

@@ -1,4 +1,4 @@
-"""`vlmcompress draft` on tiny models: what vLLM makes of it, how it goes on, what is refused."""
+"""`vlmcompress draft` on tiny models: what vLLM makes of it, how it continues, what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line ends when it is told to, and when nobody can be told its result."""
+"""How the command line ends on signals, and when its output can't be written."""
 
 from __future__ import annotations
 
@@ -91,20 +91,20 @@ ENDS = {
     "the reader left": ("list | true; exit ${PIPESTATUS[0]}", 0, None),
     "the reader of errors left": ("list --nope 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, None),
     "no number": ("list", 2, "RANK is 'x', which is not a number; "),
-    "no such worker": ("list", 2, "RANK is 5, of 2 workers"),
+    "a rank beyond all": ("list", 2, "RANK is 5, but WORLD_SIZE is 2; "),
     "not UTF-8": ("doctor $'a\\xff'", 2, r"'a\xff' is not UTF-8; rename"),
     "no UTF-8": ("doctor ü", 2, "the locale can't write"),
 }
 ENVIRONMENTS = {
     "no number": {"WORLD_SIZE": "2", "RANK": "x"},
-    "no such worker": {"WORLD_SIZE": "2", "RANK": "5"},
+    "a rank beyond all": {"WORLD_SIZE": "2", "RANK": "5"},
     "no UTF-8": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_standard_streams_and_environment(name):
-    """Output that is full, closed or left, and an environment that is wrong: the code that says it, and one line or none."""
+    """Output that is full, closed or left, and an environment that is wrong: the exit code, and one line or none."""
     call, code, line = ENDS[name]
     environment = os.environ | ENVIRONMENTS.get(name, {}) | {"PYTHONIOENCODING": "ascii"}
     command = ["bash", "-c", f"{sys.executable} -m vlmcompress {call}"]

@@ -1,4 +1,4 @@
-"""Every verb with long work, interrupted: the same command goes on, other settings are refused, `--restart` begins anew."""
+"""Every verb with long work, interrupted: the same command continues, other settings are refused, `--restart` begins anew."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """The weights that were written, and what the manifest says of training."""
+    """The weights that were written, and what the manifest records of training."""
     files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
     written = {path.name.replace(out.name, "out"): path.read_bytes() for path in files}
     if (out / MANIFEST).is_file():
@@ -87,7 +87,10 @@ def test_a_run_killed_in_any_phase_continues(world, tmp_path):
     assert moment > 6
 
 
-@pytest.mark.parametrize("verb", CASES)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(verb, marks=pytest.mark.slow) if verb in ("recover", "draft") else verb for verb in CASES],
+)
 def test_an_interrupted_verb_continues_to_the_same_bytes(world, tmp_path, capsys, monkeypatch, verb):
     flags, others, (label, last) = CASES[verb]
     ending = ".safetensors" if verb == "learn-reducer" else ""

@@ -1,4 +1,4 @@
-"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it goes on, what it refuses."""
+"""`vlmcompress learn-reducer` on tiny models: what it writes, who carries it, how it continues, what it refuses."""
 
 from __future__ import annotations
 
@@ -68,20 +68,6 @@ def test_a_checkpoint_carries_the_scorer(models, scorers, tmp_path, capsys, name
     (out / scorer_file.CARRIED).write_bytes(b"")
     code, text, _ = run(capsys, "doctor", out, "--source", model)
     assert code != 0 and "scorer" in text
-
-
-def test_calibration_runs_with_a_learned_reducer(models, scorers, data, tmp_path, capsys):
-    """Statistics remember the file by its content; another one is refused."""
-    model, stats, other = models["llava"], tmp_path / "stats", tmp_path / "other.safetensors"
-    reduce = ("--reduce", f"learned:0.5,scorer={scorers['llava']}")
-    assert run(capsys, "calibrate", model, "-o", stats, "--calib", data, *reduce)[0] == 0
-    arguments = ("quantize", model, "--scheme", "int8", "--stats", stats)
-    code, _, err = run(capsys, *arguments, *reduce, "-o", tmp_path / "out")
-    assert code == 0, err
-    scorer = scorer_file.read(scorers["llava"])
-    scorer_file.save_scorer(other, scorer.weights | {"bias": scorer.weights["bias"] + 1}, scorer.facts)
-    code, _, err = run(capsys, *arguments, "--reduce", f"learned:0.5,scorer={other}", "-o", tmp_path / "no")
-    assert code == 2 and "statistics" in err and not (tmp_path / "no").exists()
 
 
 def test_learn_reducer_prints_its_result(models, data, tmp_path, capsys):

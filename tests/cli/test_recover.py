@@ -1,4 +1,4 @@
-"""`vlmcompress recover` from end to end on tiny models, how it goes on, and what it refuses."""
+"""`vlmcompress recover` from end to end on tiny models, how it continues, and what it refuses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_run_with_another_scorer_starts_anew(models, data, tmp_path):
         scorer_file.save_scorer(path, learned.initial(torch.zeros(width), torch.ones(width), 4, seed), facts)
 
     def broken(label: str, _done: int, _total: int) -> None:
-        if label == "recovering":  # all that the teacher says is kept by then
+        if label == "recovering":  # all of the teacher's outputs are kept by then
             raise KeyboardInterrupt
 
     keys = {"data": str(data), "samples": 24}

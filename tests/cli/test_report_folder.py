@@ -24,7 +24,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_bad_report_folders_are_refused(tmp_path, capsys):
-    """By every verb that writes a report, with nothing changed; a wrong path of a checkpoint is not what is said."""
+    """By every verb that writes a report, with nothing changed; before a wrong path of a checkpoint is reported."""
     report, foreign, other = tmp_path / "report", tmp_path / "foreign", tmp_path / "other"
     files.write_report(make_results(), report)
     files.write_report(make_results("something else"), other)
@@ -61,7 +61,7 @@ def test_bad_report_folders_are_refused(tmp_path, capsys):
 
 
 def test_runs_of_the_same_two_models_fill_one_report(tmp_path):
-    """What is expected of a candidate before it is asked is what its results say afterwards; a killed run goes on. The gate
+    """What is expected of a candidate before it runs is what its results have afterwards; a killed run continues. The gate
     that the accuracy was judged by stays, and judges the speed when it comes; only the call that named it ends by it."""
     row = {"id": "0", "question": "0?", "answer": "0?", "image": picture(tmp_path, "0.png")}
     data = write_rows(tmp_path / "data.jsonl", row)
@@ -96,7 +96,7 @@ def test_runs_of_the_same_two_models_fill_one_report(tmp_path):
 
 
 def test_a_report_that_cannot_be_read(tmp_path):
-    """It is refused before hours of work, and replaced where that is asked for."""
+    """It is refused before hours of work, and replaced with `--overwrite`."""
     (tmp_path / "results.json").write_text('{"schema": 1}')
     results = make_results()
     call = cli.parse(["eval", "x", "--baseline", "y", "--report", str(tmp_path), "--overwrite"])

@@ -1,8 +1,8 @@
-"""Wrong arguments, broken files and files of strangers: exit code 2, one line that says what to do, soon, nothing written.
+"""Wrong arguments, broken files and files of strangers: exit code 2, one line with the remedy, soon, nothing written.
 
 A row of `CASES` is (what spoils the folder in which the command runs, the command, words that the line has: the flag or file
 that is wrong and what to take, in any wording). The folder has tiny models (`llava`, `qwen`, `gemma3`), the checkpoints `out`
-and `other` of two of them, `ct` of demo-llava in compressed-tensors, `stats`, `a.png` and `calib.jsonl` of one row with it, and
+and `other` of two of them, `ct` of demo-llava in compressed-tensors, `a.png` and `calib.jsonl` of one row with it, and
 `data/calib.jsonl` of 24.
 """
 
@@ -60,7 +60,6 @@ def original(tmp_path_factory) -> Path:
     data = ["--calib", str(folder / "calib.jsonl")]
     for model, out in (("llava", "out"), ("qwen", "other")):
         assert cli.main(["quantize", str(folder / model), "-o", str(folder / out), "--scheme", "gptq", *data]) == 0
-    assert cli.main(["calibrate", str(folder / "llava"), "-o", str(folder / "stats"), *data]) == 0
     rtn.write(DEMO, folder / "ct", rtn.SCHEMES["w4-symmetric"])
     return folder
 
@@ -222,9 +221,11 @@ doctor {DEMO} --prompts 9: --prompts --engine
 report nothing -o page: nothing
 report --errors out other: out other
 report --errors data: data {MANIFEST}
-report out --stats s: --stats --model --errors
+calibrate llava -o o: calibrate quantize --calib
+quantize llava -o o --scheme qronos: gptq-plus
+quantize llava -o o --scheme rtn --set calibrate.stats=s: calibrate.stats --calib
+quantize llava -o o --scheme awq --set options.clip_sweeps=1: options.clip_sweeps gptq-plus
 report --errors out --top -1: --top -1
-report --errors out --stats s: --stats --model
 export ct --format awk -o new: awk awq
 export ct --format modelopt -o new: ModelOpt
 export ct --format compressed-tensors -o new: compressed-tensors
@@ -357,11 +358,6 @@ FILES: dict[str, tuple[Spoil, str | list[str], str]] = {
     # files nested so deep that a parser would end the process
     "nested config": (begin(CONFIG, f'"x": {NESTED}, '), RTN, "config.json"),
     "nested manifest": (begin(f"out/{MANIFEST}", f'"x": {NESTED}, '), "report --errors out", MANIFEST),
-    "nested statistics": (
-        begin("stats/statistics.json", f'"x": {NESTED}, '),
-        f"{RTN} --stats stats",
-        "statistics.json",
-    ),
     "nested report": (write("r.json", f'{{"x": {NESTED}}}'), "report r.json", "r.json"),
     "nested rows": (begin("calib.jsonl", f'"x": {NESTED}, '), GPTQ, "calib.jsonl"),
     "nested messages": (rows({"image": "a.png", "messages": NESTED}), GPTQ, "calib.jsonl messages nested"),
@@ -434,7 +430,7 @@ CASES: dict[str, tuple[Spoil | None, str | list[str], str]] = {
 
 
 def state(folder: Path) -> dict[Path, tuple]:
-    """What is in a folder: kind, size and time of last change of each file; but for work that the next run goes on with."""
+    """What is in a folder: kind, size and time of last change of each file; but for work that the next run continues."""
     stats = {path: path.lstat() for path in folder.rglob("*") if "/.new" not in str(path)}
     return {p: (s.st_mode, *((s.st_size, s.st_mtime_ns) if p.is_file() else ())) for p, s in stats.items()}
 

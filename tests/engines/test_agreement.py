@@ -74,7 +74,7 @@ def agree(run: Run, other: Run) -> None:
 
 
 def test_transformers_flags_cut_answers_and_gives_probabilities(transformers: Run) -> None:
-    """Cut answers are said to be; the probabilities are those of a distribution."""
+    """Cut answers are marked as such; the probabilities are those of a distribution."""
     assert transformers.engine["name"] == "hf" and transformers.engine["restarts"] == 0
     for answer in transformers.answers.values():
         assert answer.finish == "stop" and 0 < answer.output_tokens < 8 and answer.first is not None
@@ -173,7 +173,7 @@ def test_a_served_model_answers_as_transformers_does(questions, transformers: Ru
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_a_killed_engine_continues(questions, transformers: Run, name: str) -> None:
-    """`kill -9` after the first answer: a second process answers the rest, and nothing is asked twice."""
+    """`kill -9` after the first answer: a second process answers the rest, and nothing is answered twice."""
     requests, media = questions
     # So many that they are not all answered before the signal arrives.
     requests = requests + [replace(request, id=f"{request.id} {turn}") for turn in range(6) for request in requests]

@@ -109,7 +109,7 @@ def test_a_reduced_checkpoint_passes(reduced, quick_engines) -> None:
 
 
 def test_doctor_without_an_engine(tmp_path, monkeypatch, capfd):
-    """One line that says what to do, before any model is loaded."""
+    """One line with the remedy, before any model is loaded."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
     assert cli.main(["doctor", str(DEMOS / "demo-llava"), "--engine", "vllm", "--json"]) == 2
     assert "point it to the Python that has the engine" in json.loads(capfd.readouterr().out)["error"]

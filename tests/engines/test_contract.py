@@ -19,7 +19,7 @@ from vlmcompress.reduction.support import SERVED_FAMILIES
 
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]
-# What mixins call of other mixins of ours; and types that nothing depends on when it runs.
+# What mixins call of other mixins of the plugin; and types that nothing depends on when it runs.
 OURS = {"__init__", "span", "positions", "_shortened", "_placeholders", "reduced"}
 TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 
@@ -139,7 +139,7 @@ def test_a_broken_contract_names_the_missing_part(
 
 
 def test_a_parameter_with_a_default_is_no_break(tmp_path: Path) -> None:
-    """A function that we call may take more, where vLLM does not call ours."""
+    """A function that the plugin calls may take more, where vLLM does not call the plugin's."""
     longer = "def uses_mrope(config: PreTrainedConfig, strict: bool = False)"
     folder = edited(
         tmp_path / "vllm", "transformers_utils/config.py", "def uses_mrope(config: PreTrainedConfig)", longer

@@ -11,7 +11,7 @@ from tests.kit import forks
 
 pytestmark = pytest.mark.engine
 
-# Both forms of vLLM's class `CPUWNA16LinearKernel` on one layer: its own, where the processor has it, and ours.
+# Both forms of vLLM's class `CPUWNA16LinearKernel` on one layer: its own, where the processor has it, and the plugin's.
 LOOK = """
 import json, os
 os.environ["VLLM_CPU_INT4_W4A8"] = "0"  # with AMX vLLM would round activations, too

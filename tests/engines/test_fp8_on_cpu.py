@@ -1,4 +1,4 @@
-"""FP8 on processors with AMX, where vLLM's CPU build takes a reference kernel: ours against the formula, and who is asked."""
+"""FP8 on processors with AMX, where vLLM's CPU build takes a reference kernel: the plugin's against the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kit import forks
 
 pytestmark = pytest.mark.engine
 
-# What vLLM picks for a layer, and what ours makes of it: scales for each output or for all, inputs scaled by token or at all.
+# What vLLM picks for a layer, and the plugin's result: scales for each output or for all, inputs scaled by token or at all.
 LOOK = """
 import json, os, sys
 import torch

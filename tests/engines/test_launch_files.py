@@ -27,7 +27,7 @@ from tests.kit.places import DEMO_LLAVA, DEMOS, ROOT
 from tests.kit.processes import session_ends
 from vlmcompress.engines.vllm import environment
 from vlmcompress.export import launch
-from vlmcompress.export.launch import compose
+from vlmcompress.export.launch import containers
 from vlmcompress.models.data.sources import load_samples
 from vlmcompress.reduction.choice import parse_reducer
 
@@ -49,7 +49,7 @@ def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
         lines += [launching.called(serving / name)[1][1:] for name in ("vllm.sh", "vllm-speculative.sh")]
         roles = ("encode", "prefill-decode", "prefill", "decode")
         lines += [launching.called(serving / "vllm-split.sh", role, STORE=str(tmp_path))[1][1:] for role in roles]
-        lines.append([str(tmp_path), *compose.arguments(checkpoint)[3:]])
+        lines.append([str(tmp_path), *containers.arguments(checkpoint)[3:]])
         settings.append(json.loads((serving / "triton/demo/1/model.json").read_text()) | {"model": str(DEMO_LLAVA)})
     lines = [[str(DEMO_LLAVA), *flags[1:]] for flags in lines]
     whole = [len(lines) - 7, len(lines) - 6, len(lines) + 2]  # of the last case: script, with speculation, Triton

@@ -229,7 +229,7 @@ MUTATIONS: dict[
     [pytest.param(kind, marks=() if kind.startswith("cut in its t") else pytest.mark.slow) for kind in MUTATIONS],
 )
 def test_a_damaged_file_is_one_line(kind, file, unquantized, tmp_path, quick_engines):
-    """The engine's process may end in any way; what is said names the folder and has the engine's own words."""
+    """The engine's process may end in any way; the message names the folder and has the engine's own words."""
     folder = tmp_path / "damaged"
     shutil.copytree(unquantized, folder)
     (folder / file).write_bytes(MUTATIONS[kind]((folder / file).read_bytes()))

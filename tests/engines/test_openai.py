@@ -30,7 +30,7 @@ GOOD = {
 
 
 class Server(ThreadingHTTPServer):
-    """Answers chat completions with `reply(body)` and keeps what it was asked; knows the models `small` and `large`."""
+    """Answers chat completions with `reply(body)` and keeps the requests; knows the models `small` and `large`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -159,7 +159,7 @@ def constants(folder: Path) -> dict[str, tuple[torch.Tensor, ov.Type]]:
 
 @pytest.mark.slow
 def test_an_image_costs_as_many_tokens_as_the_checkpoint_declares(tmp_path, monkeypatch):
-    """The tokens that stay answer as ours do, and are spread as a greedy choice is: which ones stay, rounding decides, as
+    """The tokens that stay answer as in torch, and are spread as a greedy choice is: which ones stay, rounding decides, as
     all are worth the same to begin with, and processors round differently. By default the pipeline also chooses in each
     half of an image by itself. Its text goes on from the last place that is left, ours from the last that was there: where
     that went, no choice need agree."""

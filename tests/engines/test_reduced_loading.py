@@ -1,4 +1,4 @@
-"""What the plugin says to checkpoints that cannot be served, before any engine runs and in vLLM itself."""
+"""The plugin's refusals of checkpoints that cannot be served, before any engine runs and in vLLM itself."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_fingerprints_differ_between_reducers(tmp_path):
 
 @pytest.mark.engine
 def test_a_reduced_architecture_has_the_settings_of_the_plain_one():
-    """Qwen3.5's config says of what type its recurrent states are; vLLM knows by the architecture's name to look there."""
+    """Qwen3.5's config has the type of its recurrent states; vLLM knows by the architecture's name to look there."""
     pytest.importorskip("vllm")
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -317,7 +317,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> tuple[dict[str, str], str]:
-    """Of each case what vLLM says, and its log."""
+    """Of each case vLLM's message, and its log."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("refused")
     cases = {name: asdict(case) for name, case in CASES.items()}

@@ -131,7 +131,7 @@ def test_one_token_is_left_of_an_image_that_does_not_stay(cached, processed):
 
 
 def test_an_image_has_one_cache_key_where_it_stays_and_another_where_it_is_left_out(processed):
-    """Whatever is asked and whichever other images there are, so that caches keep them apart and know them again."""
+    """Whatever the question and the other images are, so that caches keep them apart and know them again."""
     for asked_of in processed["views"].values():
         front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
         dropped = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}

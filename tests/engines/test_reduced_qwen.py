@@ -103,7 +103,7 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 
 def prompts(case: Case) -> list[cases.Turns]:
-    """What a case is asked."""
+    """The requests of a case."""
     if case.source == "demo":
         return cases.questions(case.count)
     if case.source == "tall":

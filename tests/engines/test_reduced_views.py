@@ -47,7 +47,7 @@ def named(question: str, **images: Any) -> list[dict[str, Any]]:
 
 
 def questions() -> list[tuple[list[dict[str, Any]], list[bool]]]:
-    """Turns, and which images stay at a share of 0.4 where names that are asked for count most."""
+    """Turns, and which images stay at a share of 0.4 where names in the question count most."""
     three = {"front": FRONT, "left": LEFT, "rear": REAR}
     return [
         (named("who is at the rear?", **three), [False, False, True]),

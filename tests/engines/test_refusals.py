@@ -65,7 +65,7 @@ def answers(size, requests, job):
 
 
 def test_a_request_that_ends_the_engine_is_found(tmp_path: Path) -> None:
-    """As vLLM's dies of an exception in a model: the requests of that moment are asked one at a time, others together."""
+    """As vLLM's dies of an exception in a model: the requests of that moment run one at a time, others together."""
     module = tmp_path / "dies.py"
     module.write_text(DIES.replace("NAMES", "('f',)"))
     engine, requests = replace(ENGINE, module=module), [Request(name, []) for name in "abcdefghijkl"]
@@ -93,7 +93,7 @@ def requests_about(folder: Path, *images: Image.Image) -> list[Request]:
 
 
 def test_transformers_finds_the_request_that_its_model_cannot_take(tmp_path: Path, quick_engines) -> None:
-    """One of 11 shows a picture so thin that LFM2-VL's code raises; its batch is asked in parts."""
+    """One of 11 shows a picture so thin that LFM2-VL's code raises; its batch runs in parts."""
     model = build("lfm2-vl", tmp_path / "model")
     images = [picture(90, 60, seed) for seed in range(11)]
     requests = requests_about(tmp_path, *images[:5], Image.new("RGB", (900, 3)), *images[5:10])

@@ -45,7 +45,7 @@ def test_a_log_in_a_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_log_whose_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken, capfd) -> None:
-    """A note, and the engine's end is still told."""
+    """A note, and the engine's end is still reported."""
     kept = tmp_path / "logs"
     kept.mkdir()
     broken(f"rm -r {kept}; echo 'ValueError: too small' >&2; exit 7")

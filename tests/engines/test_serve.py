@@ -1,9 +1,10 @@
-"""`serve`: the flags it finds for a checkpoint, and the real server asked by a real OpenAI client."""
+"""`serve`: the flags it finds for a checkpoint, and the real server with a real OpenAI client."""
 
 from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import http.client
 import io
 import json
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from tests.kit.processes import folder_is_left
@@ -44,7 +47,7 @@ def test_flags_reach_vllm(checkpoint: Path) -> None:
 
 
 def test_a_context_is_at_most_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM would refuse in 63 lines; contexts that it works out, or was told to take, are left to it."""
+    """What vLLM would refuse in 63 lines; contexts that it works out, or that a flag sets, are left to it."""
     text: dict[str, Any] = {"max_position_embeddings": 512}
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(plain))
@@ -71,12 +74,18 @@ def test_videos_are_off_by_default(checkpoint: Path) -> None:
     assert json.loads(arguments[arguments.index("--limit-mm-per-prompt") + 1])["video"] == 2
     assert remarks(arguments) == []
     assert remarks(arguments_of(checkpoint, extra=['--limit-mm-per-prompt={"video": 1}'])) == []
-    with pytest.raises(UserError, match="--videos-per-request is -1, it should be at least 0"):
-        arguments_of(checkpoint, videos=-1)
 
 
-def test_a_server_that_others_reach_is_told_what_it_fetches(checkpoint: Path) -> None:
-    """One warning, where no flag says which hosts images may come from; this machine alone gets none."""
+@given(st.sampled_from(["images", "videos", "max_model_len"]), st.integers())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_count_of_a_server_is_out_of_bounds(checkpoint: Path, name: str, count: int) -> None:
+    with contextlib.suppress(UserError):
+        arguments_of(checkpoint, **{name: count})
+        assert 0 <= count <= 10**6
+
+
+def test_a_server_that_others_reach_warns_of_what_it_fetches(checkpoint: Path) -> None:
+    """One warning, where no flag names the hosts that images may come from; none for this machine alone."""
     warned = {
         host: sum(line.startswith("warning: ") for line in remarks(arguments_of(checkpoint, host=host, extra=extra)))
         for host, extra in (
@@ -116,7 +125,7 @@ def test_kv_scales_select_an_fp8_cache(checkpoint: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-5-moe", "llava"])
 @pytest.mark.parametrize("shows", ["tools", "nothing", "another form"])
 def test_requests_may_bring_tools_where_the_template_shows_them(family: str, shows: str, tmp_path: Path) -> None:
-    """By the family's parser of vLLM's, where the template has its form; what the user says wins."""
+    """By the family's parser of vLLM's, where the template has its form; the user's flag wins."""
     folder, spec = build(family, tmp_path / family), models.REGISTRY.get(family).SPEC
     parser, mark = spec.engine.tool_calls or ("none", "<tool_call>")
     texts = {

@@ -74,7 +74,7 @@ def test_speculation_settings_reach_vllm(plain, cpu):
     draft = {"model": str(plain.parent / "." / plain.name), "num_speculative_tokens": 2}
     assert json.loads(serve.arguments_of(plain, speculative=json.dumps(draft))[-1])["model"] == str(plain.resolve())
     both = serve.arguments_of(plain, speculative=json.dumps(NGRAM), extra=["--speculative-config", json.dumps(draft)])
-    assert both.count("--speculative-config") == 1  # flags behind -- win
+    assert both.count("--speculative-config") == 1  # flags after -- win
     assert json.loads(both[-1])["model"] == str(plain.resolve())
 
 

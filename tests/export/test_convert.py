@@ -25,7 +25,7 @@ pytestmark = pytest.mark.representatives
 
 NVFP4 = ("llava", "nvfp4"), ("qwen2-5-vl", "nvfp4a16")
 SCHEMES = {"awq": "w4-asymmetric", "gptq": "w4-symmetric", "gptq-v2": "w4-asymmetric", "modelopt": "fp8"}
-# Families that differ in what a format says of them: prefixes of names, layers kept next to others with a head, experts.
+# Families that differ in what a format stores of them: prefixes of names, layers kept next to others with a head, experts.
 WHOLE = ("llava", "qwen3-5", "qwen3-vl-moe")
 UNREAD = ("gemma4-moe", "idefics3", "qwen3-vl-moe")
 """Families whose zero points in GPTQ v2 no engine is known to load."""
@@ -221,7 +221,7 @@ def test_compressed_tensors_of_another_tool(ours, tmp_path):
 
 
 def test_scales_finer_than_the_models_type_are_kept(ours, tmp_path):
-    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded, and a warning says what that means."""
+    """Scales that BF16 does not hold stay 16-bit floats; nothing is rounded, and a warning explains it."""
     convert(ours("llava", "w4-symmetric"), tmp_path / "gptq", "gptq")
 
     def finer(weights, config):

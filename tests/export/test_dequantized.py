@@ -139,7 +139,7 @@ def test_codes_without_a_valid_scale_are_refused(source, scale, message, tmp_pat
 
 
 def test_fp8_with_the_names_of_comfyui(source, tmp_path, capsys):
-    """Its config.json says nothing of FP8; with the block that the message names, the weights are those of the codes."""
+    """Its config.json has nothing of FP8; with the block that the message names, the weights are those of the codes."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     rtn.write(source, ours, rtn.SCHEMES["fp8"])
     shutil.copytree(ours, theirs)

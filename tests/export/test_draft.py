@@ -136,7 +136,7 @@ def test_a_draft_head_that_contradicts_the_config(source, written, change, messa
 
 
 def test_a_missing_draft_head(source, tmp_path):
-    """What transformers saves can be served without speculation: a warning, and the new config says what is there."""
+    """What transformers saves can be served without speculation: a warning, and the new config lists what is there."""
     lost = build("qwen3-5", tmp_path / "lost", hub_names=False)
     assert head(lost) == {}
     recipe = resolve({"model": str(lost), "out": str(tmp_path / "out"), "scheme": "rtn"}).recipe

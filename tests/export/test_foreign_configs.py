@@ -1,4 +1,4 @@
-"""Other tools' configs: what is read says the same afterwards, what changes nothing passes, all else is refused by its key."""
+"""Other tools' configs: what is read means the same afterwards, what changes nothing passes, all else is refused by its key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym":
 
 
 def compressed(**keys) -> dict:
-    """A block of compressed-tensors as llm-compressor writes it: W8A8, and what says nothing."""
+    """A block of compressed-tensors as llm-compressor writes it: W8A8, and keys without effect."""
     group = preset_name_to_scheme("W8A8", ["Linear"])
     block = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"], format="int-quantized").to_dict()
     sparsity = {"format": "dense", "global_sparsity": 0.14, "ignore": ["lm_head"], "sparsity_structure": "unstructured"}

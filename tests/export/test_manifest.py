@@ -1,4 +1,4 @@
-"""The manifest says what was done, of which files, and nothing about the machine; the card says it for people."""
+"""The manifest records what was done, of which files, and nothing about the machine; the card has it for people."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from tests.kit import rtn
 from tests.kit.tiny import build
-from tests.kit.work import little_room
 from vlmcompress import cli, models
 from vlmcompress.export import tokenizers
 from vlmcompress.export.formats import gguf
@@ -135,7 +134,7 @@ def test_words_that_openvino_cuts_are_refused(verb, tmp_path, capsys):
 
 
 def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
-    """Of published tokenizers there are such; the checkpoint says so, and `doctor`, which looks at what was written."""
+    """Of published tokenizers there are such; the checkpoint notes it, and `doctor`, which looks at what was written."""
     source, out = changed(build("qwen2-vl", tmp_path / "source"), joined_signs), tmp_path / "out"
     tokenizer = AutoProcessor.from_pretrained(source).tokenizer
     assert len(tokenizer("त्र")["input_ids"]) == 1
@@ -150,23 +149,20 @@ def test_a_script_that_llama_cpp_cuts_is_a_warning(tmp_path, capsys):
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_take_is_refused(tmp_path):
-    """Its process ends, and ours does not."""
+    """Its process ends, and the caller's does not. A full TMPDIR is named, not OUT."""
     source = build("qwen2-vl", tmp_path / "source")
     config = models.build_meta_model(source).config.to_dict()
     keys = metadata(source, config["text_config"]["vocab_size"], config)
     assert tokens.gguf_token_ids(keys, ["ab"], gguf._add) == [AutoTokenizer.from_pretrained(source)("ab")["input_ids"]]
     with pytest.raises(UserError, match="^llama.cpp refuses the tokenizer .*; write another format$"):
         tokens.gguf_token_ids(keys | {"tokenizer.ggml.pre": "of our own"}, ["ab"], gguf._add)
-
-
-def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch):
-    """OUT is elsewhere, and has room."""
-    source = build("qwen2-vl", tmp_path / "source")
-    config = models.build_meta_model(source).config.to_dict()
-    keys = metadata(source, config["text_config"]["vocab_size"], config)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with little_room(), pytest.raises(UserError, match=f"temporary files in {tmp_path} .*; make room, or set TMPDIR"):
-        tokens.gguf_token_ids(keys, ["ab"], gguf._add)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as where TMPDIR is full
+    try:
+        with pytest.raises(UserError, match="^cannot write to .*; free some space there, or set TMPDIR$"):
+            tokens.gguf_token_ids(keys, ["ab"], gguf._add)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")

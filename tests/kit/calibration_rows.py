@@ -17,7 +17,7 @@ def write(
     side: int = 56,
     kinds: int | None = None,
 ) -> Path:
-    """`calib.jsonl` in `folder` with `count` rows, and as many images of `side` pixels; `image` says what row i shows.
+    """`calib.jsonl` in `folder` with `count` rows, and as many images of `side` pixels; `image` gives what row i shows.
 
     `kinds`: there are only so many kinds of image, and those of a kind differ in one pixel; None: all are of their own.
     """

@@ -13,7 +13,7 @@ from vlmcompress.engines import Answer, Request, Run
 
 
 class Echo:
-    """Says what `say` makes of a request; remembers what it was asked.
+    """Answers with `say` of a request; keeps the requests.
 
     Args:
         delay: seconds an answer takes.

@@ -1,4 +1,4 @@
-"""Files whose content is edited for a while, so that nothing but their bytes says so: the same names, sizes and times."""
+"""Files whose content is edited for a while, so that nothing but their bytes shows it: the same names, sizes and times."""
 
 from __future__ import annotations
 

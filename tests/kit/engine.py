@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 class Process:
-    """`engine_worker.py`, asked one job at a time. It ends by itself when nobody can ask it any more."""
+    """`engine_worker.py`, with one job at a time. It ends with its parent."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp())

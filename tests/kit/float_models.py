@@ -74,7 +74,7 @@ def questions(
 
 
 def job(folder: Path, media: Path, reduce: str | None = None) -> dict[str, Any]:
-    """What an engine's process is told."""
+    """The settings of an engine's process."""
     return {"model": str(folder), "media": str(media), "settings": vars(SETTINGS), "reduce": reduce}
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.kit.places import ROOT
 
 OURS = (
-    *("vlmcompress.cli.quantize", "vlmcompress.cli.calibrate", "vlmcompress.quantization.run"),
+    *("vlmcompress.cli.quantize", "vlmcompress.quantization.run"),
     *("vlmcompress.training.recover", "vlmcompress.training.learn_reducer"),
     *(
         "vlmcompress.evaluation.accuracy.ask",

@@ -21,7 +21,7 @@ ADDRESS = re.compile(
 
 @dataclass
 class Hub:
-    """What the server has and what it was asked.
+    """What the server has, and the requests that it got.
 
     Attributes:
         repositories: "model org/name" or "dataset org/name" -> branch or commit -> (commit, file -> content).

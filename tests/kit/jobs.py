@@ -49,7 +49,7 @@ def wait_for_go(job: tuple[str, int]) -> tuple[int, str]:
 
 
 def linger(job: tuple[str, int]) -> int:
-    """Number 0 ends when number 1 has begun, which waits for a minute, and notes when it is told to stop."""
+    """Number 0 ends when number 1 has begun, which waits for a minute, and notes when it is stopped."""
     folder, number = Path(job[0]), job[1]
     if number:
         (folder / "begun").touch()

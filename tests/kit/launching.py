@@ -141,7 +141,7 @@ def written(folder: Path, facts: LoadFacts) -> Path:
 
 
 def called(script: Path, *arguments: str, **environment: str) -> tuple[str, list[str], dict[str, str]]:
-    """Run a script with every program replaced by one that says how it was called: program, arguments, environment."""
+    """Run a script with every program replaced by one that prints how it was called: program, arguments, environment."""
     programs = script.parents[1] / "programs"
     programs.mkdir(exist_ok=True)
     for name in ("vllm", "python3", "lmdeploy", "trtllm-serve"):

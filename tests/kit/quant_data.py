@@ -8,7 +8,7 @@ from torch import Tensor
 from vlmcompress.numerics import decode, find_params, round_to_codes
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.numerics.statistics.inputs import CROSS, MODALITIES, STORABLE, GroupStats
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS, GroupStats
 
 WIDTH = 128
 COUNTS = {"text": 120, "vision": 360, "answer": 60}
@@ -30,12 +30,12 @@ def weight(rows: int, width: int, seed: int = 0) -> Tensor:
 
 
 def statistics(x: Tensor) -> GroupStats:
-    """Everything about `x`, the second half of it called vision and the end of that answer; the 16-bit model has the same."""
-    collector = Collector(x.shape[1], {*STORABLE, CROSS})
+    """Everything about `x`, the second half of it called vision and the end of that answer."""
+    collector = Collector(x.shape[1], STATISTICS)
     mask = torch.ones(len(x), dtype=torch.uint8)
     mask[len(x) // 2 :] = 2
     mask[-len(x) // 8 :] = 3
-    collector.add(x, mask, x)
+    collector.add(x, mask)
     stats = collector.finish()
     stats.sensitivity = Sensitivity(rho=0.5)
     return stats
@@ -53,7 +53,7 @@ def tokens() -> dict[str, Tensor]:
 
 def collected(parts: dict[str, Tensor], repeat: dict[str, int] | None = None) -> GroupStats:
     """Statistics of `parts`, each of which is seen `repeat` times."""
-    collector = Collector(WIDTH, STORABLE)
+    collector = Collector(WIDTH, STATISTICS)
     for code, name in enumerate(MODALITIES, start=1):
         for _ in range(1 if repeat is None else repeat[name]):
             collector.add(parts[name], torch.full((len(parts[name]),), code))

@@ -1,4 +1,4 @@
-"""Settings for the real engine on reduced checkpoints, and what is asked of its answers."""
+"""Settings for the real engine on reduced checkpoints, and checks of its answers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def describe(model: Any) -> dict[str, Any]:
     """Names of the linear layers in the engine, which it fuses into which, scales of keys and values, the tower's attention."""
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -56,7 +55,6 @@ def describe(model: Any) -> dict[str, Any]:
     return {
         "modules": [name for name, part in named.items() if isinstance(part, LinearBase | ParallelLMHead)],
         "fused": fused,
-        "tower_attention": [part.layer_name for part in named.values() if isinstance(part, MMEncoderAttention)],
         "kv_scales": [(part._k_scale_float, part._v_scale_float) for part in attention],
     }
 

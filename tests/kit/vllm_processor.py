@@ -95,7 +95,7 @@ def largest(folder: str, room: int) -> dict[str, Any]:
 
 
 def tiles(folder: str) -> dict[str, int]:
-    """Tokens of the image that is said to have most, of the one of all sizes that has most, and of a square one."""
+    """Tokens of the image that should have most, of the one of all sizes that has most, and of a square one."""
     info = made(folder, limit_mm_per_prompt={"image": 1}, max_model_len=1024).info
 
     def tokens(width: int, height: int) -> int:
@@ -138,7 +138,7 @@ def views(folder: str) -> dict[str, Any]:
 def viewed(
     processor: Any, cache: Any, text: str, images: list[Image.Image], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokens and name of each image of a prompt, and what its field says; or why it is refused."""
+    """Tokens and name of each image of a prompt, and the value of its field; or why it is refused."""
     from vllm.multimodal.processing.context import TimingContext
     from vllm.multimodal.processing.inputs import ProcessorInputs
 

@@ -86,18 +86,6 @@ def test_layers_have_the_names_of_the_spec(family, kind, result, loaded):
             assert set(names) <= modules, names
 
 
-@pytest.mark.parametrize("kind", ["source"])
-def test_the_towers_attention_has_the_name_that_scales_are_written_for(family, kind, result, loaded):
-    """vLLM looks its layers up in the file by these names, all of them."""
-    vlm = loaded(family)
-    inner = vlm.spec.tower.attention
-    if inner is None:
-        return
-    blocks = dict(vlm.model.get_submodule(vlm.spec.vision_layers).named_children())
-    names = [f"{vlm.spec.engine_name(f'{vlm.spec.vision_layers}.{index}.{inner}')}.attn" for index in blocks]
-    assert names == result["tower_attention"]
-
-
 def unused_tower_layer(vlm) -> tuple[str, ...]:
     """LLaVA reads features before the tower's last layer; the engine leaves that layer out."""
     if getattr(vlm.model.config, "vision_feature_layer", -1) != -2:

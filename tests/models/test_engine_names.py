@@ -103,7 +103,7 @@ def test_a_quantized_model_of_transformers_answers(checkpoint, samples, tmp_path
 
 
 def test_doctor_checks_names_first(checkpoint, capfd):
-    """One failing check says what the engine lacks; no question is asked."""
+    """One failing check names what the engine lacks; no question is answered."""
     assert cli.main(["doctor", str(checkpoint("llava", False)), "--engine", "vllm", "--json"]) == 1
     (check,) = json.loads(capfd.readouterr().out)["checks"]
     assert check["name"] == "names" and "no place for 55 tensors, first 'vision_tower.embeddings" in check["detail"]

@@ -1,4 +1,4 @@
-"""What every family has to keep: it loads whole, answers, and its groups are what the spec says they are."""
+"""What every family has to keep: it loads whole, answers, and its groups are those of its spec."""
 
 from __future__ import annotations
 

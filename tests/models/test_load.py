@@ -29,7 +29,7 @@ def folder(tmp_path, checkpoint) -> Path:
 
 
 def refused(folder: Path, match: str, read=models.load) -> None:
-    """`read(folder)` raises a `UserError` of one line that matches and that says what to do."""
+    """`read(folder)` raises a `UserError` of one line that matches and has a remedy."""
     with pytest.raises(UserError, match=match) as caught:
         read(folder)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)

@@ -26,6 +26,7 @@ def recipe(model: Path, **keys):
     return resolve({"model": str(model), "scheme": "rtn", **keys}).recipe
 
 
+@pytest.mark.representatives
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_all_layouts_give_the_same_checkpoint(mixture, checkpoint, tmp_path):
     """As published, as transformers saves it, and one by one: the same bytes, as many as planned, nothing to complain of."""

@@ -368,7 +368,7 @@ def test_a_link_out_of_the_folder_is_not_copied(folder, tmp_path, capsys):
 
 
 def test_tokens_beyond_the_embedding(folder, tmp_path, capsys):
-    """A prompt with one of them fails in every engine: `check` objects, `quantize` says so and what else it leaves behind."""
+    """A prompt with one of them fails in every engine: `check` objects, `quantize` warns and names what it leaves out."""
     processor = models.load_processor(folder)
     processor.tokenizer.add_tokens([f"<new{number}>" for number in range(400)])
     processor.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The families that take videos, as docs/models.md says."""
+"""The families that take videos, as docs/models.md lists them."""
 
 from __future__ import annotations
 

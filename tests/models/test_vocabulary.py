@@ -18,7 +18,6 @@ from vlmcompress.models.data import load_samples
 from vlmcompress.models.layer_names import EMBEDDING
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -136,22 +135,6 @@ def test_in_mlx_a_tied_head_reads_the_quantized_embedding(checkpoint, tmp_path):
     scales, biases = (stored[f"{embedding}.{part}"].float() for part in ("scales", "biases"))
     assert stored[f"{embedding}.weight"].dtype == torch.uint32
     assert (-8 * scales != biases).any()
-
-
-def test_from_statistics_and_without_data(checkpoint, samples, tmp_path):
-    """A head is solved from statistics that `calibrate` keeps of it, and rounded to nearest where a run sees no samples."""
-    keys = {"model": str(checkpoint("llava")), "scheme": "gptq", "head": "w4a16", "options": {"group_size": 32}}
-    calibrated = {"data": str(samples), "samples": 4}
-    calibrate(resolve(keys | {"out": str(tmp_path / "stats"), "calibrate": calibrated}).recipe)
-    out = tmp_path / "out"
-    quantize(resolve(keys | {"out": str(out), "calibrate": {"stats": str(tmp_path / "stats")}}).recipe)
-    head = Stored.of(out)["lm_head"][0]
-    quantize(resolve(keys | {"out": str(tmp_path / "rtn"), "scheme": "rtn"}).recipe)
-    nearest = Stored.of(tmp_path / "rtn")["lm_head"][0]
-    assert head.format == nearest.format and not torch.equal(head.q, nearest.q)
-    weight = models.load(checkpoint("llava")).model.lm_head.weight
-    expected = round_to_nearest(weight, nearest.format, scale_dtype=torch.bfloat16)
-    assert torch.equal(nearest.q, expected.q) and torch.equal(nearest.scale, expected.scale)
 
 
 @pytest.mark.parametrize(

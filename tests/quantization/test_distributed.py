@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from tests.kit import calibration_rows, tiny
 from tests.kit.workers import alone, ended, start
 from vlmcompress import cli
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.utils import distributed
 
 
@@ -32,7 +31,7 @@ def asked(world: Path, out: Path, *extra: str) -> list[str]:
     return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *extra]
 
 
-@pytest.mark.parametrize("scheme", ["awq", pytest.param("qronos", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip.
 
@@ -47,8 +46,6 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     single, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert single.keys() == two.keys()
     for name, expected in single.items():
-        if scheme == "qronos" and "layers.1." in name:
-            continue
         if expected.is_floating_point():
             torch.testing.assert_close(two[name].float(), expected.float(), rtol=0.02, atol=1e-3, msg=name)
         else:
@@ -56,29 +53,8 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     manifests = [json.loads((tmp_path / name / "vlmcompress.json").read_text()) for name in ("one", "two")]
     assert manifests[0]["calibration"] == manifests[1]["calibration"]
     for layer, errors in manifests[0]["errors"].items():
-        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.3 if scheme == "qronos" else 0.05), layer
+        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.05), layer
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
-
-
-def test_statistics_are_those_of_one_worker(world, tmp_path):
-    """Sums, maxima, drawn rows, ranges of keys and values, gradients, entropies: all of all samples."""
-    extra = ("--kv-cache", "fp8", "--needs", "gram,absmax,absmean,gradient,entropy", "--json")
-    (code, _, err), (other, _, nothing) = ended(start("calibrate", *asked(world, tmp_path / "two", *extra)))
-    assert (code, other) == (0, 0), err + nothing
-    alone("calibrate", *asked(world, tmp_path / "one", *extra))
-    single, two = (statistics_folder.read_statistics(tmp_path / name) for name in ("one", "two"))
-    assert single.facts["gradients"]["loss"] == pytest.approx(two.facts["gradients"]["loss"], rel=1e-3)
-    assert single.facts["entropy"]["luq"] == pytest.approx(two.facts["entropy"]["luq"], abs=0.05)
-    for layer in range(len(single.facts["blocks"])):
-        (ours, ranges), (theirs, others) = two.load(layer), single.load(layer)
-        for name, expected in others.items():
-            torch.testing.assert_close(ranges[name], expected, rtol=0.02, atol=3)
-        for group, stats in theirs.items():
-            assert ours[group].count == stats.count
-            torch.testing.assert_close(ours[group].gram(), stats.gram(), rtol=1e-3, atol=1e-2)
-            torch.testing.assert_close(ours[group].absmax(), stats.absmax(), rtol=1e-2, atol=1e-4)
-            for name, rows in stats.sample().items():
-                torch.testing.assert_close(ours[group].sample()[name], rows, rtol=2e-2, atol=1e-2)
 
 
 def test_bad_input_is_reported_once(world, tmp_path):

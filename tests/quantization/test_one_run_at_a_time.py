@@ -12,14 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from tests.kit import calibration_rows, forks, tiny
 from tests.kit.work import begun
 from tests.kit.workers import start
 from vlmcompress import cli
-from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize, space_needed
 from vlmcompress.recipe import resolve
@@ -68,7 +65,7 @@ def test_a_second_run_at_any_moment_is_refused(world: Path, tmp_path: Path) -> N
 
 
 def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) -> None:
-    """The second ends with code 2 and one line; the first goes on, and ends well. Both by the command line."""
+    """The second ends with code 2 and one line; the first continues, and ends well. Both by the command line."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
     # Nice, so that on a busy machine it does not end before this process sees it work.
@@ -81,7 +78,7 @@ def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) 
     printed = first.communicate(timeout=120)
     assert first.returncode == 0, printed
     assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
-    # If the first was done by then, the second says that OUT exists.
+    # If the first was done by then, the second reports that OUT exists.
     assert "another run, process " in second.stderr or "exists" in second.stderr
     assert json.loads((out / "vlmcompress.json").read_text())["calibration"]["samples"] == 6
 
@@ -89,7 +86,7 @@ def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) 
 PIPES = {"capture_output": True, "text": True}
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "learn-reducer", "recover", "search", "auto"])
+@pytest.mark.parametrize("verb", ["learn-reducer", "recover", "search", "auto"])
 def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Path, capsys, verb: str) -> None:
     out = tmp_path / ("out.safetensors" if verb == "learn-reducer" else "out")
     data = str(world / "calib.jsonl")
@@ -100,7 +97,6 @@ def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Pat
         with (images / f"{number}.png").open("ab") as file:
             file.write(str(number).encode())
     extra = {
-        "calibrate": ["--calib", data],
         "learn-reducer": ["--calib", data],
         "recover": ["--calib", data, "--reduce", "uniform:0.5"],
         "search": ["--data", data],
@@ -114,7 +110,7 @@ def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Pat
 
 
 def test_workers_are_refused_together(world: Path, tmp_path: Path) -> None:
-    """Of two workers one looks at the lock. Both end, and one line is said."""
+    """Of two workers one looks at the lock. Both end, with one line."""
     out = tmp_path / "out"
     call = ["quantize", str(world / "model"), "-o", str(out), "--scheme", "gptq", "--calib", str(world / "calib.jsonl")]
     with locked_output(out):
@@ -169,21 +165,6 @@ def test_notes_of_another_run_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / ".other.work" / "gradients.json", work.folder)
     with pytest.raises(UserError, match="gradients.json is of another run"):
         work.read_note("gradients")
-
-
-def test_statistics_that_are_replaced_while_they_are_read(world: Path, tmp_path: Path) -> None:
-    """`calibrate --overwrite` next to a `quantize --stats`: blocks of two statistics in one checkpoint are refused."""
-    stats = tmp_path / "stats"
-    calibrate(recipe(world, stats), needs=("gram", "absmax", "absmean"))
-    read = statistics_folder.read_statistics(stats)
-    assert read.load(0)[0]
-    with safe_open(stats / "layer-0000.safetensors", "pt") as file:
-        assert file.metadata()["run"] == read.facts["run"]
-    calibrate(recipe(world, stats, samples=4), needs=("gram", "absmax", "absmean"), overwrite=True)
-    with pytest.raises(
-        UserError, match=r"layer-0001.safetensors is of other statistics .*they were replaced; run again"
-    ):
-        read.load(1)
 
 
 def test_no_room(world: Path, tmp_path: Path, monkeypatch, capsys) -> None:

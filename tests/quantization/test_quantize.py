@@ -29,7 +29,6 @@ from vlmcompress.utils.errors import UserError
 SCHEMES = {
     "rtn": {},
     "gptq": {"group_size": 64},
-    "qronos": {"group_size": 64},
     "awq": {"group_size": 32},
     "mbq": {"group_size": 32, "objective": "gram"},
     "int8": {},
@@ -130,7 +129,7 @@ def test_layers_that_stay_as_they_are_take_part_in_smoothing(world, tmp_path):
     assert [name for name in new if name.endswith("k_scale")] == ["model.language_model.layers.1.self_attn.k_scale"]
 
 
-@pytest.mark.parametrize("scheme", ["awq", "qronos"])
+@pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_equal_inputs_give_equal_bytes_even_after_an_interruption(world, tmp_path, scheme):
     """Stop in the middle of the second block, go on with the same command: the weights equal those of a run in one piece."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
@@ -224,7 +223,14 @@ def test_killed_at_any_moment(world, tmp_path, signal_number):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("options", [{"group_size": 32}, {"activations": 8, "bits": 8}, {"activations": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": 8, "bits": 8},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"group_size": 32}, {"activations": 8})),
+    ],
+    ids=str,
+)
 def test_mbq_as_published(world, tmp_path, options):
     """By block output: whole, smoothed otherwise than by Gram matrices, and little worse on the outputs of single layers; with
     8-bit weights most of the error is that of rounding inputs."""
@@ -249,7 +255,7 @@ def test_needs_calibration_data(world, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "int8"])
 def test_balance(world, tmp_path, scheme):
-    """Other weights than without, a checkpoint that is whole, and a manifest that says so."""
+    """Other weights than without, a checkpoint that is whole, and a manifest that records it."""
     plain, balanced = tmp_path / "plain", tmp_path / "balanced"
     arguments = dict(SCHEMES[scheme])
     quantize(recipe(world, plain, scheme, options=arguments | {"balance": "off"}))

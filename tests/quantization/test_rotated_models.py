@@ -56,7 +56,7 @@ def test_unsupported_rotations_are_refused(name, checkpoint, tmp_path):
 def test_rotated_models_answer_the_same_with_other_weights(pair):
     """Logits, and the tokens that a reducer keeps by what the projector puts out; the stream itself is another one.
 
-    A head that shared the embedding's weights is stored, under a name that vLLM finds, and config.json says so.
+    A head that shared the embedding's weights is stored, under a name that vLLM finds, and config.json declares it.
     """
     before, after = pair
     batch = encode(before, 2)

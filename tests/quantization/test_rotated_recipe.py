@@ -8,17 +8,13 @@ import torch
 from tests.kit import vllm_answers
 from tests.kit.engine import asked
 from tests.kit.inputs import encode
-from tests.kit.next_steps import follow
 from tests.kit.spread import spread
 from vlmcompress import cli, models
-from vlmcompress.cli import calibrate as verb
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.models import Source
-from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
-from vlmcompress.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -73,28 +69,6 @@ def test_quantized_rotated_models_answer(scheme, model, samples, tmp_path):
     assert not [finding for finding in doctor.diagnose(done.out) if not finding.ok]
     errors = done.manifest["errors"]
     assert errors and max(e for by_modality in errors.values() for e in by_modality.values()) < 0.1
-
-
-def test_statistics_are_of_the_rotated_model(model, samples, tmp_path):
-    """They serve recipes of the same rotation, and no others; widths of groups are chosen from them, too."""
-    done = calibrate(recipe(model, tmp_path / "stats", samples))
-    output = verb.result(done.out, str(model), done.manifest, 1.0)
-    assert follow(output["next"], samples, tmp_path) == ["quantize"]
-    assert [path.name for path in tmp_path.iterdir()] == ["stats"]
-    stats = {"calibrate": {"stats": str(tmp_path / "stats")}, "scheme": "gptq"}
-    quantize(recipe(model, tmp_path / "out", **stats, bits={"budget": 5.0}))
-    assert likeness(model, tmp_path / "out") > 0.9
-    for other in ({"rotate": None}, {"rotate": "random"}, {"seed": 1}):
-        with pytest.raises(
-            UserError, match=r"are of the model rotated \(hadamard, seed 0\); use --rotate hadamard --seed 0"
-        ):
-            make_plan(recipe(model, tmp_path / "x", **stats, **other))
-    assert (
-        cli.main(
-            ["report", "--errors", str(tmp_path / "out"), "--stats", str(tmp_path / "stats"), "--model", str(model)]
-        )
-        == 2
-    )
 
 
 def test_budget_with_data(model, samples, tmp_path):

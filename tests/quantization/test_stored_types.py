@@ -1,4 +1,4 @@
-"""Sources whose tensors are stored in other types than config.json says: what is written of them has one type and runs."""
+"""Sources whose tensors are stored in other types than config.json declares: what is written of them has one type and runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS: dict[str, tuple[Cast, str | None]] = {
     "norms and biases in float32": (lambda t: t.float() if t.ndim == 1 else t, None),
     "bfloat16 labelled float32": (lambda t: t, "float32"),
 }
-"""How tensors are stored, and what config.json says instead of bfloat16."""
+"""How tensors are stored, and what config.json declares instead of bfloat16."""
 WRITTEN = {"bfloat16 labelled float16": torch.float16}
 
 
@@ -91,7 +91,7 @@ def test_one_type_is_written_and_runs(model, tmp_path, kind, form):
 
 
 def test_a_type_can_be_chosen(model, tmp_path):
-    """A float32 model stays so, and says that it can be halved. `dtype` does that; the sizes that were planned are exact."""
+    """A float32 model stays so, with a note that it can be halved. `dtype` does that; the sizes that were planned are exact."""
     source = stored_as(model("llava"), tmp_path / "source", lambda t: t.float(), "float32")
     wide, half = written(source, tmp_path / "wide"), written(source, tmp_path / "half", dtype="bfloat16")
     assert "--dtype bfloat16 halves that" in "".join(wide["warnings"]) and not half["warnings"]

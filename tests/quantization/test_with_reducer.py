@@ -134,7 +134,7 @@ def test_a_reduced_original_needs_its_reducer_named(models, tmp_path, capsys):
 
 @pytest.mark.parametrize("extra", [{}, {"vision": "fp8"}])
 def test_unneeded_data_are_not_read(models, tmp_path, monkeypatch, extra):
-    """No sample is encoded or run where no layer of the language model is quantized; the manifest says so."""
+    """No sample is encoded or run where no layer of the language model is quantized; the manifest notes it."""
     calibration_rows.write(tmp_path, 2, lambda i: f"{i}.png")
     monkeypatch.setattr(inputs, "encode_usable", lambda *_args, **_more: pytest.fail("samples were encoded"))
     keys = {"reduce": "dart:0.25", "calibrate": {"data": str(tmp_path / "calib.jsonl")}, "out": str(tmp_path / "out")}

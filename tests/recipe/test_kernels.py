@@ -1,4 +1,4 @@
-"""The kernels and refusals of every target against vLLM's own choice, asked with a pretended platform.
+"""The kernels and refusals of every target against vLLM's own choice on a pretended platform.
 
 vLLM's answers are kept in a file, which a slow test asks for again: they change with the pinned vLLM alone.
 """

@@ -32,7 +32,7 @@ def test_default_schemes_exist_and_run(name):
     assert set(target.schemes) == {None, "memory", "throughput"}
     for scheme in target.schemes.values():
         module = SCHEMES.get(scheme)
-        assert target.format_problem(targets.format_key(module.scheme(module.Options()))) is None
+        assert target.format_problem(targets.format_key(module.scheme(module.OPTIONS()))) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +50,7 @@ def test_refusals_name_a_scheme_that_runs(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_the_machine(name):
-    """Each is there or is said to be missing, and they are of a size and an order that machines have."""
+    """Each is there or is listed as missing, and they are of a size and an order that machines have."""
     target = targets.get_target(name)
     if target.is_cpu:
         assert target.memory is None and target.bandwidth is None and not target.rates
@@ -86,19 +86,9 @@ def test_format_key(scheme, key):
     assert targets.format_key(scheme) == key
 
 
-@pytest.mark.parametrize(
-    ("name", "goal", "scheme"),
-    [
-        ("h100", None, "fp8"),
-        ("a100", None, "gptq-plus"),
-        ("a100", "memory", "gptq-plus"),
-        ("a100", "throughput", "int8"),
-        ("a100-40gb", None, "gptq-plus"),
-        ("cpu", None, "int8"),
-    ],
-)
-def test_default_scheme(name, goal, scheme):
-    assert targets.default_scheme(name, goal) == scheme
+@pytest.mark.parametrize(("name", "scheme"), [("h100", "fp8"), ("a100", "gptq-plus"), ("cpu", "int8")])
+def test_default_scheme(name, scheme):
+    assert targets.get_target(name).schemes[None] == scheme
 
 
 def test_speeds_of_the_cpu_are_the_measured_ones():

@@ -38,6 +38,12 @@ def test_a_written_scorer_is_read_back(path):
     assert again.sha256 == scorer.sha256, "equal content gives equal bytes"
 
 
+def test_files_with_the_earlier_name_of_a_tensor_are_read(path):
+    named = {name.replace("output", "worth"): value for name, value in WEIGHTS.items()}
+    earlier = scorer_file.save_scorer(path.with_name("earlier.safetensors"), named, FACTS)
+    assert torch.equal(earlier.weights["output"], WEIGHTS["output"]) and earlier.weights.keys() == WEIGHTS.keys()
+
+
 def test_a_reducer_gets_its_network(path):
     chosen = scorer_file.load_scorer(config(), parse_reducer(f"learned:0.5,scorer={path}"))
     assert torch.equal(chosen.reducer.network.on(torch.device("cpu"))["token"], WEIGHTS["token"])
@@ -107,10 +113,10 @@ BAD = {
     "too wide": (written(hidden=10**9), "does not say what it is of"),
     "NaN": (written(WEIGHTS | {"key": torch.full((4, 4), torch.nan)}), "tensor 'key' holds NaN or Inf"),
     "of another shape": (
-        written(WEIGHTS | {"worth": torch.ones(5)}),
-        r"'worth' is torch.float32 \[5\], should be float32 \[4\]",
+        written(WEIGHTS | {"output": torch.ones(5)}),
+        r"'output' is torch.float32 \[5\], should be float32 \[4\]",
     ),
-    "of another type": (written(WEIGHTS | {"worth": torch.ones(4).double()}), "'worth' is torch.float64"),
+    "of another type": (written(WEIGHTS | {"output": torch.ones(4).double()}), "'output' is torch.float64"),
     "one missing": (written({k: v for k, v in WEIGHTS.items() if k != "bias"}), "'bias' is missing"),
     "one too many": (written(WEIGHTS | {"more": torch.ones(1)}), "'more' is unknown"),
     "a name that draws on the terminal": (

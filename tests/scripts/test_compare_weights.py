@@ -14,7 +14,7 @@ from tests.kit.places import DEMOS, ROOT
 from vlmcompress import models
 from vlmcompress.models.data import data_hash, load_samples
 from vlmcompress.models.data.provenance import token_counts
-from vlmcompress.quantization.calibration.statistics_folder import read_statistics
+from vlmcompress.quantization.inputs import read_inputs
 from vlmcompress.recipe import resolve
 
 sys.path.insert(0, str(ROOT / "scripts" / "measure"))
@@ -85,7 +85,8 @@ def test_both_sides_are_calibrated_on_the_same_tokens(tmp_path: Path, english: b
     bench.english = english
     batches = bench.samples(seed=1)
     assert len({frozenset(batch) for batch in batches}) == 1 and "pixel_values" in batches[0]
-    facts = read_statistics(bench.statistics(1, {"gram"})).facts["calibration"]
+    read = read_inputs(resolve(bench.recipe_keys(tmp_path / "out", 1) | {"scheme": "gptq"}).recipe, bench.plain, "gptq")
+    facts = read.origin
     assert facts["tokens"] == token_counts(batches)["tokens"] and facts["samples"] == 3
     assert facts["sha256"] == data_hash(load_samples(bench.data, samples=3, seed=1))
     assert (facts["tokens"]["text"] + facts["tokens"]["answer"] > 300) == english

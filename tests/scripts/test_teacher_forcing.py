@@ -32,7 +32,7 @@ def several(model: str, per_family: int) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("model", ["demo-llava", "demo-qwen"])
+@pytest.mark.parametrize("model", [pytest.param("demo-llava", marks=pytest.mark.slow), "demo-qwen"])
 def test_packed_questions_are_answered_as_alone(model: str) -> None:
     """The oracle runs the whole model on one question at a time, with positions of its own making."""
     samples = several(model, 3)

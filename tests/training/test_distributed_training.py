@@ -138,7 +138,7 @@ def test_bad_input_is_reported_once(world, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_dies(world, tmp_path):
-    """The other one ends with one line, and one alone goes on to what one alone would have come to."""
+    """The other one ends with one line, and one alone continues to what one alone would have come to."""
     extra = (*RECOVER, "--batch", "2", "--steps", "40", "--every", "4", "--train", "projector")
     call = asked(world, tmp_path / "out", *extra)
     workers = start(*call)

@@ -99,10 +99,8 @@ def test_quantize_from_ids_then_offline(server, source, tmp_path, monkeypatch, c
     done = run(server, tmp_path / "home", *what, "-o", tmp_path / "first")
     assert done.returncode == 0, done.stderr
     output = done.stderr.splitlines()
-    assert output[0].startswith(f"note: fetching 7 files of model org/tiny at {commit[:12]}, ") and output[0].endswith(
-        " MB"
-    )
-    assert output[1].startswith("note: fetching 1 files of data set org/questions at ")
+    assert output[0].startswith(f"note: fetching model org/tiny at {commit[:12]}: ") and output[0].endswith(" MB")
+    assert output[1].startswith("note: fetching data set org/questions at ")
     assert output[2] == "note: org/questions:calib.jsonl has 4 samples, 5 were asked for; all are used"
     assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "calib.jsonl"} <= set(
         server.files()

@@ -18,7 +18,6 @@ from vlmcompress import models
 from vlmcompress.evaluation.results import FILE, load_results
 from vlmcompress.export import draft_folder, draft_tensors, manifest
 from vlmcompress.export.draft_folder import Draft
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.reduction import threshold_file
 from vlmcompress.reduction.visual_count import CountRule, Pictures
 from vlmcompress.utils.errors import UserError
@@ -92,47 +91,6 @@ def test_a_manifest(tmp_path):
     )
     file.write_text(json.dumps(content))
     assert accepted(file, lambda: manifest.read_manifest(tmp_path)) == {"recipe.model"}, "which nobody reads"
-
-
-def test_statistics(tmp_path):
-    by_modality = {"text": 0.5, "vision": 0.25, "answer": 0.1}
-    content = {
-        "schema_version": statistics_folder.SCHEMA_VERSION,
-        "created_by": {"torch": "2"},
-        "model": dict.fromkeys(("family", "source", "config_sha256", "headers_sha256", "weights_sha256"), "x"),
-        "processor": {"tokenizer.json": "0"},
-        "calibration": {
-            "source": "x",
-            "sha256": "0",
-            "samples": 2,
-            "tokens": {"text": 7, "vision": 3, "answer": 1},
-            "reduce": {"method": "divprune"},
-            "resize": {"tokens": 9},
-        },
-        "run": "0",
-        "settings": {"samples": 2, "max_length": 99, "seed": 0, "all_experts": False},
-        "rotate": {"kind": "hadamard", "seed": 0},
-        "adapter": "0",
-        "needs": ["gram", "gradient"],
-        "kv_cache": False,
-        "blocks": [{"down": ["a"]}],
-        "entropy": {"luq": [0.5], "qvlm": [None]},
-        "gradients": {
-            "loss": 0.5,
-            "samples": 2,
-            "blocks": [{"a": {"channels": 4, "absolute": by_modality, "square": by_modality}}],
-        },
-        "timing": {"encoding": 0.5},
-        "files": {"layer-0000.safetensors": {"sha256": "0", "size": 2}},
-    }
-    file = tmp_path / statistics_folder.NAME
-    file.write_text(json.dumps(content))
-    (tmp_path / "layer-0000.safetensors").write_bytes(b"12")
-    assert accepted(file, lambda: statistics_folder.read_statistics(tmp_path)) == {"calibration.reduce.method"}
-    for lacking in (content | {"gradients": content["gradients"] | {"blocks": [{}]}}, content | {"blocks": []}):
-        file.write_text(json.dumps(lacking))
-        with pytest.raises(UserError, match="has no gradients of some layers; calibrate again"):
-            statistics_folder.read_statistics(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -52,6 +52,7 @@ _EXTRAS = {
 
 # Earlier verb -> what to type now.
 RETIRED = {
+    "calibrate": "vlmcompress quantize MODEL --calib FOLDER -o OUT, which runs the samples itself",
     "auto": "vlmcompress search MODEL --images FOLDER -o OUT",
     "report-error": "vlmcompress report OUT --errors",
     "convert": "vlmcompress export MODEL -o NEW",
@@ -175,7 +176,7 @@ def _main(argv: list[str] | None) -> int:
         return _fail(f"interrupted{_resume_hint(args)}", INTERRUPTED, as_json)
     except GateError as error:
         return _fail(str(error), GATE, as_json)
-    except distributed.NoRank as error:
+    except distributed.NoNumber as error:
         return _say(str(error), BAD_INPUT, as_json)
     except UserError as error:
         if debug:

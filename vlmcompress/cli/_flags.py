@@ -113,12 +113,12 @@ ALONE = "default KEEP: the method's, mostly 0.5; see vlmcompress list reducers"
 
 # Destination of a flag -> the recipe key that it sets.
 RECIPE_KEYS = {
-    **{name: name for name in ("model", "out", "format", "target", "goal", "scheme", "vision", "head", "embeddings")},
-    **{name: name for name in ("vision_attention", "kv_cache")},
+    **{name: name for name in ("model", "out", "format", "target", "scheme", "vision", "head", "embeddings")},
+    "kv_cache": "kv_cache",
     **{name: f"options.{name}" for name in ("bits", "group_size")},
     **{name: name for name in ("rotate", "adapter", "dtype", "from_quantized", "reduce")},
     "calib": "calibrate.data",
-    **{name: f"calibrate.{name}" for name in ("columns", "skip_bad", "text", "samples", "all_experts", "stats")},
+    **{name: f"calibrate.{name}" for name in ("columns", "skip_bad", "text", "samples", "all_experts")},
     "seed": "seed",
 }
 
@@ -201,17 +201,12 @@ def recipe(parser: Parser) -> None:
     parser.add_argument("--dtype", default=none, help="of scales and unquantized tensors: bfloat16, float16 or float32")
     parser.add_argument("--from-quantized", action="store_true", default=none, help="MODEL is FP8: dequantize it first")
     target(parser)
-    parser.add_argument("--goal", default=none, help="memory or throughput: which of the target's schemes to use")
     parser.add_argument("--vision", default=none, help="scheme of the vision tower: bf16, fp8, int8 or w8a16")
     vocabulary(parser)
-    parser.add_argument("--vision-attention", default=none, help="fp8: write scales for the vision tower's attention")
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
     reducer(parser, "visual-token reducer of the checkpoint")
     data(parser)
-    parser.add_argument(
-        "--stats", metavar="STATS", default=none, help="folder of calibrate: use its statistics, run no model"
-    )
     settings(parser, "any recipe key, e.g. options.symmetric=true")
 
 
@@ -439,13 +434,12 @@ def require_used_values(values: Mapping[str, Any], verb: str, keys: Sequence[str
 
     Args:
         values: from `recipe_values`.
-        keys: the recipe keys of the verb. None of these verbs uses a folder of statistics.
+        keys: the recipe keys of the verb.
         trained_on: for a training, a sentence about its data, used to refuse flags that are for calibration only.
     """
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
         if trained_on and key in values.get("calibrate", {}):
             raise UserError(f"{flag} is for calibration; {trained_on}, leave it out")
     foreign = [key for key in values if key not in keys]
-    foreign += ["calibrate.stats"] if "stats" in values.get("calibrate", {}) else []
     if foreign:
         raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], keys)}")

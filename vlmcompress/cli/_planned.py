@@ -43,28 +43,29 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
     calibrate, data = plan.recipe.calibrate, "no data needed"
     if plan.needs_data or (calibrate.data and plan.reads_data):
         data = f"{preview.count} samples; {preview.text}" if preview else f"at most {calibrate.samples} samples"
-    if plan.statistics:
-        data = f"statistics of {plan.statistics.facts['calibration']['samples']} samples, no forward pass"
     ratio = "as they are"
     if plan.bytes_after != plan.bytes_before:
         ratio = smaller(plan.bytes_before, max(plan.bytes_after, 1))
-    prefix = {"float": "float: blocks are solved after unquantized ones", None: "none: nothing is observed"}
-    shared = allocation_text(plan.allocation) if plan.allocation else ""
-    if plan.budget:
-        shared = "\nCalibration decides the widths of groups; with --stats they are shown here."
-    read = "Weights and statistics were read" if plan.allocation else "Of the model nothing was read but headers"
     totals = [
         ("weights", f"{size(plan.bytes_before)} -> {size(plan.bytes_after)} ({ratio})"),
         *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
         ("peak memory", f"about {size(plan.peak_bytes)}"),
         ("calibration", data),
         ("devices", devices_text(devices.launch_device_counts(plan))),
-        ("prefix", prefix.get(plan.observed_after, "quantized: blocks are solved after quantized ones")),
+        (
+            "prefix",
+            "quantized: blocks are solved after quantized ones" if plan.observed_after else "none: nothing is observed",
+        ),
     ]
     lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]
     lines.append(f"\nWhat is quantized: {f'{plan.linear_layers} linear layers' if plan.rows else 'nothing'}")
-    lines += [*([table(rows)] if plan.rows else []), "", table(totals), *([shared] if shared else [])]
-    return "\n".join([*lines, f"\n{read}, and nothing written."])
+    lines += [
+        *([table(rows)] if plan.rows else []),
+        "",
+        table(totals),
+        *(["\nCalibration decides the widths of groups."] if plan.budget else []),
+    ]
+    return "\n".join([*lines, "\nOf the model nothing was read but headers, and nothing written."])
 
 
 def allocation_text(allocation: Mapping[str, Any]) -> str:

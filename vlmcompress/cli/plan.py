@@ -13,7 +13,7 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.text import figures, parse_bytes, parse_pixels, size, table
+from vlmcompress.utils.text import parse_bytes, parse_pixels, size, table
 
 if TYPE_CHECKING:
     from vlmcompress.evaluation.capacity.capacity import Capacity
@@ -146,6 +146,7 @@ def plan_text(capacity: Capacity) -> str:
         counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
         rows.append((name, *counts, size(load.filled), size(load.bytes)))  # type: ignore[arg-type]
     lines = [head, "", table(rows), "", _memory_text(capacity), "", _formats_text(capacity)]
+    # Formats that do not run are named with their reasons, or a reader would look for them in the table.
     refused = [
         f"  not {row.weights.name} ({row.weights.label}): {row.weights.problem}"
         for row in capacity.rows
@@ -176,7 +177,7 @@ def _memory_text(capacity: Capacity) -> str:
         states = f"{drafting.tokens} more state{'s' * (drafting.tokens > 1)} a request"
         costs = [*([head] if drafting.bytes else []), *([states] if capacity.state_bytes else [])]
         takes = " and ".join(costs) or "nothing"
-        rows.append(("speculation", f"{drafting} takes {takes}, included here; time bounds do not include it"))
+        rows.append(("speculation", f"{drafting} takes {takes}, included here"))
     if capacity.request.space is not None:
         return table([*rows, ("for the cache", f"{size(capacity.request.space)}, as asked")])
     if capacity.memory:
@@ -192,12 +193,10 @@ def _memory_text(capacity: Capacity) -> str:
 
 
 def _formats_text(capacity: Capacity) -> str:
-    """The table of formats, with time bounds if the target's rates are known."""
+    """The table of formats."""
     names = list(capacity.loads)
-    bounds = any(served.prefill or served.step for row in capacity.rows for served in row.served.values())
     head = ["format", "", "weights of a device" if capacity.request.tp > 1 else "weights", "for the cache"]
     head += [f"requests ({name})" if len(names) > 1 else "requests" for name in names]
-    head += ["bounds: prefill", "tokens/s of one", "of all"] if bounds else []
     head += ["measured speed"] if capacity.speeds else []
     rows = [(*head, "also by")]
     for row in capacity.rows:
@@ -205,29 +204,17 @@ def _formats_text(capacity: Capacity) -> str:
             continue
         cells = [row.weights.name, row.weights.label if row.weights.label != row.weights.name else "", size(row.device)]
         cells.append("?" if row.space is None else size(row.space) if row.space > 0 else "none")
-        cells += [f"{int(row.served[name].requests):,}" if name in row.served else "?" for name in names]
-        served = row.served.get(capacity.served)
-        if bounds:
-            cells.append(f"{figures(1000 * served.prefill)} ms" if served and served.prefill else "")
-            cells.append(figures(1 / served.step) if served and served.step else "")
-            batch = max(1, min(int(served.requests), capacity.defaults.sequences)) if served else 1
-            cells.append(f"{figures(batch / served.full_step)} ({batch})" if served and served.full_step else "")
+        cells += [f"{int(row.requests[name]):,}" if name in row.requests else "?" for name in names]
         if capacity.speeds:
             speed = capacity.speeds.get(row.weights.key)
             cells.append("" if speed is None else f"{speed:g} times")
         rows.append((*cells, ", ".join(row.weights.others)))
-    about, target = "", capacity.request.target
-    if capacity.speeds:
-        about = "\n  measured speed: requests a second of 12 clients, of bf16's (docs/results.md, Speed of serving)"
-    elif not (target and target.bandwidth and target.rates):
-        about = "\n  time bounds: unknown without a target's bandwidth and arithmetic"
-    elif bounds:
-        about = "\n  bound: no engine is faster than bandwidth and arithmetic allow; expect a part of it"
-    return table(rows) + about
+    about = "\n  measured speed: requests a second of 12 clients, of bf16's (docs/results.md, Speed of serving)"
+    return table(rows) + about * bool(capacity.speeds)
 
 
 def as_data(capacity: Capacity) -> dict[str, Any]:
-    """The plan as data for `--json`, in bytes and seconds."""
+    """The plan as data for `--json`, in bytes."""
     from vlmcompress.evaluation.capacity import advice
     from vlmcompress.evaluation.capacity.capacity import capacity_verdict
     from vlmcompress.quantization.plan.examine import MEMORY_SHARE
@@ -246,15 +233,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
             "cache_space": row.space,
             "fits": row.fits,
             "measured_speed": capacity.speeds.get(row.weights.key),
-            "served": {
-                name: {
-                    "requests": served.requests,
-                    "prefill_seconds_bound": served.prefill,
-                    "step_seconds_bound": served.step,
-                    "full_step_seconds_bound": served.full_step,
-                }
-                for name, served in row.served.items()
-            },
+            "requests": dict(row.requests),
         }
         for row in capacity.rows
     ]

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Outcome:
         if problem := devices.devices_problem(make_plan(recipe), count):
             raise UserError(problem)
     if args.dry_run:
-        return _planned(resolved, values, args.recipe)
+        return _planned(resolved)
     from vlmcompress.quantization.run import quantize
 
     with closing(ProgressBar()) as progress:
@@ -69,28 +69,14 @@ def run(args: argparse.Namespace) -> Outcome:
     return OK, data, text(data, args.verbose)
 
 
-def _planned(resolved: Resolved, values: Mapping[str, Any], file: str | None) -> Outcome:
-    """The outcome of `--dry-run`, with the bit widths of groups where statistics decide them.
-
-    Args:
-        resolved: the recipe; of its model only headers may have been fetched.
-        values, file: recipe values of flags and the recipe file, to resolve it again with the weights.
-    """
+def _planned(resolved: Resolved) -> Outcome:
+    """The outcome of `--dry-run`. `resolved`: the recipe; of its model only headers may have been fetched."""
     from vlmcompress.quantization.plan.calibration_data import preview_data
     from vlmcompress.quantization.plan.plan import make_plan
 
     recipe = resolved.recipe
     plan = make_plan(recipe)
     preview = preview_data(plan)
-    if recipe.out is not None and plan.statistics:
-        folders.require_apart(plan.statistics.folder, recipe.out, "statistics")
-    if plan.budget and plan.statistics and not (plan.recipe.rotate or plan.recipe.adapter):
-        from vlmcompress.quantization import allocate
-        from vlmcompress.recipe import resolve
-        from vlmcompress.utils.progress import silent
-
-        whole = resolve(values, file).recipe  # the allocation of bits depends on the weights' values
-        plan = allocate.allocate_bits(make_plan(whole), progress=silent)
     return OK, {"ok": True, **plan_data(plan, resolved, preview)}, plan_text(plan, resolved, preview)
 
 

@@ -10,7 +10,7 @@ from vlmcompress.cli._outcome import OK, Outcome
 from vlmcompress.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from vlmcompress.evaluation.doctor.layer_errors import LayerErrors
+    pass
 
 GROUP = "measure"
 PLACE = 33
@@ -31,11 +31,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", metavar="N", default=TOP_LAYERS, help=f"layers of --errors; default: {TOP_LAYERS}; 0: all"
     )
-    parser.add_argument("--stats", metavar="STATS", help="measure --errors with these statistics; needs --model")
-    parser.add_argument("--model", metavar="MODEL", help="the original, for --stats")
     parser.epilog = (
-        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the calibration tokens of a modality. quantize records it. For\n"
-        "schemes without data (rtn, fp8) only the error of the weights is known; --stats measures the rest."
+        "The error of a layer is |X dW^T|^2 / |X W^T|^2 over the tokens of a modality. quantize records it. For schemes\n"
+        "without data (rtn, fp8) only the error of the weights is known; with --calib they record both."
     )
 
 
@@ -43,8 +41,6 @@ def run(args: argparse.Namespace) -> Outcome:
     """Write the page, or print errors. The exit code is 0 even for a failed gate; `eval` returns the gate's code."""
     if args.errors:
         return _errors(args)
-    if args.stats or args.model:
-        raise UserError("--stats and --model are for --errors; leave them out")
     from vlmcompress.evaluation.report import comparison
 
     files = comparison.write_comparison(args.runs, args.out, overwrite=args.overwrite)
@@ -58,28 +54,11 @@ def _errors(args: argparse.Namespace) -> Outcome:
     """Print the errors of the layers of one checkpoint, or what changed from it to a second."""
     if args.top < 0:
         raise UserError(f"--top is {args.top}; give a number of layers, or 0 for all")
-    if bool(args.stats) != bool(args.model):
-        raise UserError("--stats and --model belong together; give both or none")
     if len(args.runs) > 2:
         raise UserError(f"--errors compares two checkpoints, not {len(args.runs)}; give one or two")
+    from vlmcompress.evaluation.doctor import layer_errors
     from vlmcompress.evaluation.report import layers
 
-    first, *others = _layer_errors(args, [Path(folder) for folder in args.runs])
+    first, *others = [layer_errors.read_errors(Path(folder)) for folder in args.runs]
     other = others[0] if others else None
     return OK, {"ok": True, **layers.layer_errors_json(first, other)}, layers.layers_text(first, other, args.top)
-
-
-def _layer_errors(args: argparse.Namespace, folders: list[Path]) -> list[LayerErrors]:
-    """The errors that each checkpoint records or, with statistics, that are measured."""
-    if args.stats is None:
-        from vlmcompress.evaluation.doctor import layer_errors
-
-        return [layer_errors.read_errors(folder) for folder in folders]
-    from vlmcompress.evaluation.doctor import measured_errors
-    from vlmcompress.quantization.calibration import statistics_folder
-    from vlmcompress.utils import hub
-
-    statistics, model = statistics_folder.read_statistics(Path(args.stats)), hub.local(args.model)
-    if not model.is_dir():
-        raise UserError(f"{model} is not a folder; give the original model of the statistics")
-    return [measured_errors.measure(folder, statistics, model) for folder in folders]

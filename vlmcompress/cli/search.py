@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> Outcome:
         if winner and search_request.confirm:
             code, data["confirmed"] = _confirm(search_request, winner, progress)
         if not winner:
+            # That nothing qualifies is a result, and has a gate's code, if every candidate was refuted by measurement.
             tried = [
                 candidate["why"] for candidate in data["candidates"] if not candidate["why"].startswith("predicted")
             ]
@@ -162,6 +163,7 @@ def request(args: argparse.Namespace) -> SearchRequest:
     base = _flags.recipe_values(args)
     out = Path(base.pop("out"))
     prompts = _prompts(args.prompts) if args.prompts else None
+    # Refused now and not after hours: modelled speed needs the target's rates, measured speed does not.
     if args.speed == "modelled" and args.optimize != "memory" and (target := base.get("target")):
         from vlmcompress.recipe import targets
 

@@ -69,7 +69,7 @@ class Rendered:
             family = json.loads((folder / "vlmcompress.json").read_text(encoding="utf-8"))["model"]["family"]
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder} is no checkpoint of ours; write one by quantize --format {format}") from error
-        self.family_name, self.family = family, families.get(family).FAMILY
+        self.family_name, self.family = family, families.get(family)
         self.processor: Any = load_processor(folder)
         self.media = Path(job["media"])
 

@@ -140,6 +140,7 @@ class Scored(_Record):
     @property
     def change(self) -> Literal[0, 1, 2]:
         """0 if the answer got worse, 1 if it got better, 2 if its score is the same."""
+        # Scores may be shares (of several references, of edit distance), so a change of any size counts.
         change = self.candidate_score - self.baseline_score
         return 0 if change < 0 else 1 if change > 0 else 2
 
@@ -198,6 +199,7 @@ class Comparison(_Record):
         """How many more images (or samples, see `unit`) would decide an inconclusive verdict; None if no number would."""
         if self.needed is None:
             return None
+        # `needed` counts samples; images of the same sizes have as many samples each as those that were asked.
         return max(math.ceil(self.needed * self.clusters / self.n) - self.clusters, 1)
 
 
@@ -305,6 +307,7 @@ class Ratio(_Record):
         if not isinstance(values, dict) or "ratio" not in values:
             return values
         ratio, low, high = (values[key] for key in ("ratio", "low", "high"))
+        # A time's ratio turns round, and with it the order of its two ends.
         ends = values.get("interval")
         if not values["higher_is_better"]:
             ratio, low, high = (1 / value if value else math.inf for value in (ratio, high, low))

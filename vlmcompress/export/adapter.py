@@ -62,7 +62,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (False, None),
     **dict.fromkeys(("arrow_config", "kasa_config", "lora_ga_config", "monteclora_config", "velora_config"), (None,)),
 }
-_NESTED = r"\)[*+{]"
 _OF_BASE = ("pissa", "olora", "corda", "loftq")
 
 
@@ -152,7 +151,11 @@ def write_merged(
     if changed.has(out, RECORD, mark):
         return
     merge, disk = _merge(folder, source), {name: memory for memory, name in source.names.items()}
-    _require_finite(folder)
+    for name, entry in _entries(folder).items():
+        if not tensor_files.read_tensor(entry).isfinite().all():
+            raise UserError(
+                f"{folder / WEIGHTS}: '{name}' holds NaN or infinity; train it again, or take an earlier one"
+            )
     tensors, vocabulary = [], _vocabulary(source)
     for entry in source.entries.values():
         memory, spec = disk.get(entry.name, ""), entry.spec
@@ -328,8 +331,6 @@ def _setting(folder: Path, pattern: Any, name: str, default: Any) -> Any:
     """A layer's value in one of PEFT's patterns (suffix of a layer's name, or a regular expression for it -> value)."""
     for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
         try:
-            if re.search(_NESTED, key):  # exponential time
-                raise re.error("a group that is repeated")
             if re.match(rf"(.*\.)?({key})$", name):
                 return value
         except re.error as error:
@@ -390,11 +391,3 @@ def _entries(folder: Path) -> dict[str, Entry]:
         if entry.spec.dtype not in FLOATS:
             raise UserError(f"{folder / WEIGHTS}: '{name}' is {entry.spec.dtype}; adapters are floats of 16 or 32 bits")
     return entries
-
-
-def _require_finite(folder: Path) -> None:
-    for name, entry in _entries(folder).items():
-        if not tensor_files.read_tensor(entry).isfinite().all():
-            raise UserError(
-                f"{folder / WEIGHTS}: '{name}' holds NaN or infinity; train it again, or take an earlier one"
-            )

@@ -51,7 +51,7 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     if before == after:
         sizes = f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
     sections = [
-        header(about),
+        f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True, width=10_000)}---",
         f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {sizes}",
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
@@ -254,7 +254,8 @@ def _provenance(record: Mapping[str, Any]) -> str:
     if calibration is None:
         text += "\n\nNo calibration data: each weight was rounded on its own."
     else:
-        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in calibration.items())
+        kept = {key: value for key, value in calibration.items() if key != "image_hashes"}
+        facts = "\n".join(f"| {key} | {_value(value)} |" for key, value in kept.items())
         text += f"\n\nCalibration data:\n\n| | |\n|---|---|\n{facts}"
     return text + f"\n\nThe whole recipe and the hash of every file: `{MANIFEST}`."
 
@@ -263,12 +264,6 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
     return f"{value:.3g}" if isinstance(value, float) else _plain(str(value))
-
-
-def header(metadata: Mapping[str, Any]) -> str:
-    """The card's YAML header with its delimiters."""
-    text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True, width=10_000)
-    return f"---\n{text}---"
 
 
 def metadata(
@@ -293,7 +288,10 @@ def metadata(
     if loaded.reason is None and not loaded.loader:  # the Hub then offers the code to load it
         entries["library_name"] = "transformers"
     entries["pipeline_tag"] = "image-text-to-text"
-    entries |= {key: original[key] for key in _FROM_ORIGINAL if _usable(original.get(key))}
+    for key in _FROM_ORIGINAL:
+        values = original[key] if isinstance(original.get(key), list) else [original.get(key)]
+        if values and all(isinstance(text, str) and 0 < len(text) <= _LONGEST for text in values):
+            entries[key] = original[key]
     return entries | {"tags": _tags(config, served=readers.engine_support("vllm", facts).reason is None)}
 
 
@@ -333,9 +331,3 @@ def _tags(config: Mapping[str, Any], *, served: bool) -> list[str]:
     tags += [f"{quantization['bits']}-bit"] if "bits" in quantization else []
     tags += ["visual-token-reduction"] if "vlmcompress" in config else []
     return list(dict.fromkeys(tags))
-
-
-def _usable(value: Any) -> bool:
-    """Whether a value of another card is a string, or a list of strings, of acceptable length."""
-    values = value if isinstance(value, list) else [value]
-    return bool(values) and all(isinstance(text, str) and 0 < len(text) <= _LONGEST for text in values)

@@ -43,6 +43,7 @@ IN_PIECES = ("Mistral3ForConditionalGeneration",)
 
 def require_draft_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
     """Raise `UserError` for a target that vLLM can't serve with a draft head, or not with one that gets `images`."""
+    # A reduced checkpoint has our prefix before vLLM's class, which is the same otherwise.
     architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
     if architecture not in TARGETS:
         raise UserError(
@@ -190,6 +191,7 @@ class Draft:
             there = text.get(name)
             if there is not None and there != here:
                 return f"it was trained for a {name} of {here}, the target's is {there}"
+        # Hidden state i is the input of block i, so `blocks` itself, the last block's output, is allowed.
         last, blocks = max(self.settings.get("eagle_aux_hidden_state_layer_ids", [0])), text.get("num_hidden_layers")
         if blocks is not None and last > blocks:
             return f"it reads hidden states before block {last}, and the target has {blocks} blocks"
@@ -252,6 +254,7 @@ def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
     if problem := draft.mismatch(config):
         raise UserError(f"{folder}: {problem}; train one for {target} with `vlmcompress draft`")
     setting = draft.speculative_config()
+    # It fits by shape, so it would run; of another checkpoint fewer guesses are right, which no engine tells.
     if not draft.is_for(target):
         raise UserError(
             f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; adapt it with "

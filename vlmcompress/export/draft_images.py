@@ -25,7 +25,6 @@ ARCHITECTURE = "VlmcompressEagle3LlamaForCausalLM"
 """Its model class in vLLM, from the plugin."""
 ROWS = ("hidden", "all")
 _KEYS = {"schema", "images", "vector"}
-_EARLIER = "block"  # of earlier drafts, which could leave out blocks of the cache
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def read_draft_images(config: Mapping[str, Any]) -> DraftImages:
     if block is None:
         return DraftImages()
     where = f"config.json of the draft: {KEY}"
-    if not isinstance(block, Mapping) or set(block) - {_EARLIER} != _KEYS:
+    if not isinstance(block, Mapping) or set(block) != _KEYS:
         raise UserError(f"{where} is damaged; train the draft again")
     if block["schema"] != SCHEMA:
         raise UserError(f"{where}.schema is {block['schema']!r}, this vlmcompress reads {SCHEMA}; upgrade it")

@@ -52,6 +52,7 @@ def resolve_groups(model: nn.Module, spec: ModelSpec) -> list[Group]:
         groups = _groups(model, block, index, spec.groups)
         named = {name for group in groups for name in (*group.linears, *group.kept)}
         rest = [f"{block}.{name}" for name in _linears(model, block) if f"{block}.{name}" not in named]
+        # A router decides which experts run, so rounding it changes more than its own error; it stays in 16 bits.
         rest = [name for name in rest if spec.router is None or not name.endswith(f".{spec.router}")]
         all_groups += groups + [Group(index, name.removeprefix(f"{block}."), (name,)) for name in rest]
     return all_groups
@@ -101,6 +102,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
         members = [name for name in template.linears if name in linears]
         if not members:
             continue
+        # The first that the block has: families differ from variant to variant in where their norms are.
         smooth = next((name for name in template.smooth if name in modules), None)
         if smooth is not None and not _fits(modules[smooth], [linears[name] for name in members]):
             smooth = None
@@ -122,6 +124,7 @@ def _groups(model: nn.Module, block: str, layer: int, templates: tuple[LinearGro
 def _each(templates: Sequence[LinearGroup], linears: Iterable[str]) -> Iterator[tuple[LinearGroup, int | None]]:
     """Yield (template, expert): templates with `{}` once per expert, with its number filled in; others with None."""
     names = list(linears)
+    # Templates of experts stand together, so that expert by expert all of one's groups come before the next one's.
     for numbered, some in itertools.groupby(templates, lambda template: "{}" in template.name):
         if not numbered:
             yield from ((template, None) for template in some)
@@ -164,6 +167,7 @@ def kept_modules(model: nn.Module, spec: ModelSpec, quantized: Collection[str], 
     layers.update(routers(model, spec))
     quantized = set(quantized)
     above = _above(quantized)
+    # Tower and projector are listed even without a linear layer: the engine may have one where transformers has none.
     roots = {root for root in (*spec.vision, *spec.projector) if root not in above}
     kept = []
     for path, is_leaf in _subtrees(model, layers, _above(layers), quantized, above, roots):
@@ -240,6 +244,7 @@ def _above(names: Collection[str]) -> set[str]:
 def module_names(path: str, spec: ModelSpec, names: Mapping[str, str]) -> Names:
     """The names of the module `path`: in memory, on disk (several if its parts are renamed differently), and in vLLM."""
     forms = [path]
+    # The module has the names that remain where a parameter's name in memory and on disk end alike.
     for memory, disk in names.items():
         suffix = memory.removeprefix(path)
         if suffix != memory and suffix.startswith(".") and disk.endswith(suffix):

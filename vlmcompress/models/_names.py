@@ -94,6 +94,7 @@ def _cause_by_name(disk: str) -> str | None:
             "it is of a quantized layer, and config.json has no quantization_config of it; restore config.json, or give the "
             "16-bit original"
         )
+    # PEFT renames a wrapped layer to `base_layer` and stores copies of whole modules under `modules_to_save`.
     if any(part.startswith(("lora_", "base_layer", "modules_to_save")) for part in parts):
         return "it is of a model with a PEFT adapter that is not merged; save the merged one (merge_and_unload)"
     for part, wrapper in _WRAPPERS.items():
@@ -109,6 +110,7 @@ def _why_unplaced(model: PreTrainedModel, memory: str) -> str:
     for match in re.finditer(r"\.(\d+)\.", memory):
         path = memory[: match.start()]
         blocks = dict(model.named_modules()).get(path)
+        # A list of blocks that is shorter than the number in the name: config.json, not the tensor, is of another model.
         if isinstance(blocks, nn.ModuleList) and int(match[1]) >= len(blocks):
             return f"config.json says {len(blocks)} blocks in '{path}', and the weights have more; {OTHER_CONFIG}"
     return OTHER_CONFIG
@@ -123,6 +125,7 @@ def _why_missing(model: PreTrainedModel, missing: Sequence[str], unused: Collect
     """
     if unused:
         example = f"first '{min(unused)}'"
+        # A decoder's tensors on one side and a tower's on the other: a language model with a vision model's config.json.
         blind = any(name.startswith(_TOWERS) for name in missing) and not any(map(_SEEING.search, unused))
         if blind and any(map(_DECODER.match, unused)):
             return (
@@ -133,6 +136,7 @@ def _why_missing(model: PreTrainedModel, missing: Sequence[str], unused: Collect
             f"checkpoint lacks {len(missing)} tensors of {type(model).__name__}, first '{missing[0]}', and has {len(unused)} "
             f"others, {example}; {OTHER_CONFIG}"
         )
+    # Only the head is missing: it was tied when the model was saved, and config.json no longer says so where it counts.
     if [name.rpartition(".")[0] for name in missing] == ["lm_head"]:
         where = ""
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
@@ -170,6 +174,7 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
     """
     state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
+    # transformers/conversion_mapping.py: renamings change names alone, converters also merge or split tensors.
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
@@ -185,6 +190,7 @@ def memory_names(model: PreTrainedModel, disk_tensors: Iterable[str]) -> dict[st
     for disk in disk_tensors:
         names[disk] = rename(disk)
         module, _, leaf = disk.rpartition(".")
+        # Renamings are patterns of `.weight` names; codes and scales of a layer go where its weight would.
         weight = rename(f"{module}.weight")
         if names[disk] not in state and weight in state:
             names[disk] = f"{weight.removesuffix('weight')}{leaf}"
@@ -203,6 +209,7 @@ def unfound(names: Mapping[str, str], spec: ModelSpec, stored: Iterable[str] = (
         names: memory name of a tensor -> its name on disk.
         stored: names of all tensors on disk, also of those that the model does not have.
     """
+    # vLLM maps a name on disk (`hf_to_vllm_mapper`); it finds the tensor if that is the name of the module that it built.
     lost = {memory: disk for memory, disk in names.items() if spec.engine_reads(disk) != spec.engine_name(memory)}
     return {disk: spec.hub_name(memory) for memory, disk in lost.items()} | dict.fromkeys(
         unwritten_names(names, stored)

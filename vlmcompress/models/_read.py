@@ -39,6 +39,7 @@ def all_specs() -> list[ModelSpec]:
 def family_of(config: Mapping[str, Any]) -> ModelSpec | None:
     """The family of a config.json by its model type and, if two share it, by whether it has experts; None if there is none."""
     named = [spec for spec in all_specs() if config.get("model_type") in spec.model_types]
+    # Some types have a dense and a mixture variant, whose layers differ: two families of one model type.
     fitting = [spec for spec in named if bool(spec.experts) == has_experts(config)]
     return next(iter(fitting + named), None)
 
@@ -165,6 +166,7 @@ def stored_tensors(path: str | Path) -> dict[str, Entry]:
         if not file.is_file():
             raise UserError(f"weight file {file} is missing; download it, or save the model again")
         for entry in read_entries(file):
+            # The index says which of two the author meant; engines may take the other, which `asides` tells.
             if places.get(entry.name, file.name) != file.name:
                 continue  # stale
             if entry.name in entries:
@@ -227,6 +229,7 @@ def quantization_method(block: Mapping[str, Any]) -> str:
     none."""
     producer = block.get("producer")
     name = producer.get("name") if isinstance(producer, Mapping) else None
+    # ModelOpt's own file has no quant_method, only its producer; exports of it have `modelopt`, `modelopt_fp4`, ...
     method = str(block.get("quant_method") or name or "").lower()
     return "modelopt" if method.startswith("modelopt") else method
 

@@ -125,6 +125,7 @@ def unknown_type_error(config: Mapping[str, Any], model_types: Collection[str]) 
     if model_type in UNSUPPORTED:
         return UserError(f"model type '{model_type}' is not supported: {UNSUPPORTED[model_type]}")
     here, there = has_transformers_class(config), has_engine_class(config)
+    # Without a tower and without a class that sees it is a language model, and no list of releases helps.
     if not (here or there or any(key in config for key in VISION_KEYS)):
         types = ", ".join(dict.fromkeys(model_types))
         return UserError(f"model type '{model_type}' is not a vision-language model; choose from {types}")

@@ -152,8 +152,6 @@ class Tower:
     """What can be done within a family's vision tower.
 
     Attributes:
-        attention: the attention within a block, if vLLM can compute it in FP8 with scales from a file (its class calls
-            `get_fp8_padded_hidden_size`) and names it the same with `.attn` appended; else None.
         cls: model type of the tower if it has a CLS token and blocks whose `self_attn` gives its attention; else None.
         units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or a mean of
             rows where tiles are scaled down after the tower (`resized`).
@@ -166,7 +164,6 @@ class Tower:
         blocks: part of the class name of blocks that identifies this tower in models without a family here.
     """
 
-    attention: str | None = None
     cls: str | None = None
     units: Literal["patch", "block", "resized"] = "block"
     whole: bool = False

@@ -54,6 +54,7 @@ def accelerated(model: Any, blocks: Sequence[str] = ()) -> Iterator[torch.device
         return
     inside = {id(tensor) for block in members for tensor in _tensors(block)}
     tensors = _tensors(model)
+    # What is there already takes no further memory, as when contexts are nested.
     needed = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
     apart = needed > _ROOM * torch.accelerator.get_memory_info()[0]
     with contextlib.ExitStack() as stack:
@@ -71,6 +72,7 @@ def streamed(block: nn.Module, device: torch.device) -> Iterator[None]:
     def run(*args: Any, **kwargs: Any) -> Any:
         homes: list[tuple[dict, str, Any]] = []
         try:
+            # In the modules' own dictionaries, so that the original objects, to which ties and gradients refer, come back.
             for module in block.modules():
                 for named, kind in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, _: tensor)):
                     for name, tensor in named.items():
@@ -116,10 +118,12 @@ def _moved(tensors: Sequence[Tensor], module: nn.Module, device: torch.device) -
     moved = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
     for tensor, home in moved:
         tensor.data = sent(home, device)
+    # In-place changes raise the version, an assigned `.data` has another address: together they show every change.
     before = [(tensor.data_ptr(), tensor._version) for tensor, _ in moved]
     try:
         yield
     finally:
+        # What was taken out of the module meanwhile (a solved block's weights) is not brought back.
         left = {id(tensor) for tensor in _tensors(module)} if moved else set()
         for (tensor, home), version in zip(moved, before, strict=True):
             if id(tensor) in left:

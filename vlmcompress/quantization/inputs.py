@@ -27,7 +27,7 @@ from vlmcompress.quantization.plan.survey import rotation_problems
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file, threshold_file
-from vlmcompress.reduction.choice import ReducerChoice, calibrated, same
+from vlmcompress.reduction.choice import ReducerChoice, calibrated
 from vlmcompress.reduction.hooks import learning, resizing
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
 from vlmcompress.reduction.methods import TokenCounter
@@ -153,7 +153,7 @@ def read_inputs(
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
     """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
-    recipe, tokens = plan.recipe, plan.visual_tokens
+    recipe = plan.recipe
     with phase("loading"):
         dtype = plan.source.float_type.dtype
         # Weights that no sample runs through are checked when they are rounded or copied, so that each is read once.
@@ -163,13 +163,6 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
         vlm = replace(vlm, path=recipe.model)  # also if the weights are those of a derived model
     if plan.head:
         models.untie(vlm.model, vlm.spec)
-    if plan.statistics:
-        require_balance_data(recipe, plan.statistics.origin["tokens"], plan.statistics.folder)
-        resize, samples = plan.statistics.resize, []
-        if recipe.vision_attention or (tokens and tokens.counted):
-            resized = recipe.model_copy(update={"resize": resize})
-            samples = read_inputs(resized, vlm, data_reason(plan), progress).samples
-        return Inputs(vlm, samples, plan.statistics.origin, resize)
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
     inputs = read_inputs(recipe, vlm, data_reason(plan), progress, hold_out=plan.observed_after is not None)
@@ -185,25 +178,19 @@ def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Re
     return resizing.settle(vlm.spec, vlm.processor, prompts, resize)
 
 
-def fit_reducer(
-    reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress, fitted: ReducerChoice | None = None
-) -> ReducerChoice | None:
+def fit_reducer(reducer: ReducerChoice | None, vlm: VLM, samples: Samples, progress: Progress) -> ReducerChoice | None:
     """Return the reducer with all learned numbers in place, taken from a file that it names or learned from samples.
 
     Args:
         reducer: the recipe's reducer, or None.
         samples: encoded calibration samples; empty: the numbers come from the file that the reducer names.
         progress: called with (label, done, total).
-        fitted: the reducer of the statistics, whose learned numbers are reused.
     """
     if reducer is None:
         return None
     reducer = scorer_file.load_scorer(vlm.model.config, reducer)
     if not reducer.reducer.LEARNS:
         return reducer
-    if fitted is not None and same(fitted, reducer):
-        thresholds = fitted.reducer.thresholds
-        return reducer.with_thresholds(thresholds) if isinstance(thresholds, tuple) else fitted
     if not samples:
         return threshold_file.require_thresholds(vlm, reducer)
     with on_accelerator(vlm):

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.engines.vllm.serve import VISION_SCALES
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
-from vlmcompress.models.devices import accelerator, full_float32, trim
+from vlmcompress.models.devices import full_float32, trim
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import Sensitivity
-from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE, GroupStats
+from vlmcompress.numerics.statistics.inputs import STATISTICS, GroupStats
 from vlmcompress.quantization import allocate
-from vlmcompress.quantization.calibration import tower_attention
 from vlmcompress.quantization.calibration.block_store import (
     StoredWeights,
     block_bytes,
@@ -35,7 +33,6 @@ from vlmcompress.quantization.calibration.block_store import (
     save_block,
 )
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
-from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
@@ -46,7 +43,6 @@ from vlmcompress.quantization.inputs import (
     read_for_plan,
     run_settings,
 )
-from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
 from vlmcompress.quantization.plan.plan import Plan, make_plan
 from vlmcompress.quantization.rounded_layers import RoundedLayers
@@ -72,7 +68,6 @@ class Run:
         vlm: the whole model.
         origin: the manifest's description of the calibration data; None: no calibration.
         counter: computes how many tokens an image keeps; None: nothing needs it.
-        attention: scales of the vision tower's attention; None: it stays in 16 bits.
         overwrite: replace an existing OUT that vlmcompress wrote.
         progress: called with (label, done, total).
     """
@@ -83,7 +78,6 @@ class Run:
     vlm: VLM
     origin: dict[str, Any] | None = None
     counter: TokenCounter | None = None
-    attention: dict[str, Any] | None = None
     overwrite: bool = False
     progress: Progress = silent
 
@@ -117,35 +111,29 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
         plan = make_plan(recipe)
         require_calibration_data(plan)
         folders.require_space(work.out, space_needed(plan, work.out))
-        if plan.statistics:
-            folders.require_apart(plan.statistics.folder, work.out, "statistics")
-            statistics_match.verify_statistics(plan.statistics, plan.recipe)
         with distributed.process_group():
             # What the run depends on and is known now; `WorkFolder.begin` adds what was learned, before the first block.
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
                 plan = plan.with_source(derived).require_no_problem()
-            # Allocate bits: each group of layers gets a width.
-            if plan.budget:
-                plan = allocate.allocate_bits(plan, work, progress=progress)
             # Read the model, and the calibration samples if anything needs them.
             recipe, inputs = plan.recipe, read_for_plan(plan, progress)
             vlm = inputs.vlm
             with naming(inputs.names):
-                # Learn scales of the vision tower's attention, and the reducer's thresholds and token counts.
-                attention = None
-                with phase("vision attention"):
-                    if recipe.vision_attention:
-                        attention = tower_attention.attention_scales(vlm, inputs.samples, progress)
+                # Learn the reducer's thresholds and token counts.
                 with phase("reducer"):
-                    fitted = plan.statistics.reducer if plan.statistics else None
-                    reducer = fit_reducer(recipe.reduce, vlm, inputs.samples, progress, fitted)
+                    reducer = fit_reducer(recipe.reduce, vlm, inputs.samples, progress)
                     counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.samples)
                 # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
                 # the shorter inputs that the reducer leaves the decoder. Images are freed.
                 inputs = replace(inputs, samples=inputs.samples if plan.observed_after == "quantized" else [])
                 inputs = inputs.reduced(reducer, progress)
+                learned = {"reduce": reducer and reducer.plain(), "resize": inputs.resize}
+                work.begin({"samples": inputs.origin, "learned": learned})
+                # Allocate bits: each group of layers gets a width.
+                if plan.budget:
+                    plan = allocate.allocate_bits(plan, inputs, work, progress)
                 run = Run(
                     plan=plan,
                     recipe=recipe.model_copy(update={"reduce": reducer, "resize": inputs.resize}),
@@ -153,12 +141,14 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                     vlm=vlm,
                     origin=inputs.origin,
                     counter=counter,
-                    attention=attention,
                     overwrite=overwrite,
                     progress=progress,
                 )
                 # Capture and solve the decoder's blocks one by one.
-                quantize_blocks(run, inputs)
+                # Without samples, layers are rounded when they are written.
+                if inputs.samples:
+                    with torch.inference_mode(False), torch.no_grad(), full_float32():
+                        quantize_blocks(run, inputs)
         if not distributed.is_main():
             return Result(work.out, {})
         # Write the checkpoint from the finished blocks.
@@ -179,27 +169,12 @@ def space_needed(plan: Plan, out: Path) -> int:
     recipe = plan.recipe
     copied = plan.bytes_before * sum(map(bool, (recipe.rotate, recipe.from_quantized, recipe.adapter)))
     kept = WorkFolder(out).folder
-    left = folders.bytes_within(kept) - folders.bytes_within(kept / allocate.STATISTICS)
-    return plan.bytes_after + sum(stored) + copied - left
+    return plan.bytes_after + sum(stored) + copied - folders.bytes_within(kept)
 
 
 def quantize_blocks(run: Run, inputs: Inputs) -> None:
-    """Quantize the decoder's blocks in the model and store their results in the work folder: in a pass over the samples of
-    `inputs`, or from statistics of the unquantized model. Without either, layers are rounded when they are written."""
-    learned = {"reduce": run.recipe.reduce and run.recipe.reduce.plain(), "resize": run.recipe.resize}
-    run.work.begin({"samples": inputs.origin, "learned": learned, "allocation": run.plan.allocation})
-    if distributed.is_main():
-        allocate.take_gradients(run.work)
-    distributed.barrier()
-    with torch.inference_mode(False), torch.no_grad(), full_float32():
-        if inputs.samples:
-            _capture_and_solve(run, inputs)
-        elif run.plan.statistics:
-            _solve_from_statistics(run, run.plan.statistics)
-
-
-def _capture_and_solve(run: Run, inputs: Inputs) -> None:
-    """Capture each block after those that are quantized already, solve it, and put the result into the model.
+    """Quantize the decoder's blocks in the model, in a pass over the samples of `inputs`, and store them in the work folder:
+    each block is captured after those that are quantized already, solved, and its result put into the model.
 
     Weights are mapped from their files until they are changed, and a block's are freed when its output has been passed on, so
     memory holds those of one block, however large the model.
@@ -227,12 +202,9 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
     # "gradient" is not a statistic of inputs and was read above. Added are the Gram matrix, for the reported errors, and, if
     # inputs are rounded, "absmax", with which the rows are kept that this rounding's error is measured on.
-    statistics = (
-        method.needs.statistics & {*STORABLE, CROSS} | {"gram"} | ({"absmax"} if method.rounds_inputs else set())
-    )
     spec = CaptureSpec(
-        statistics,
-        method.needs.prefix,
+        method.needs.statistics & STATISTICS | {"gram"} | ({"absmax"} if method.rounds_inputs else set()),
+        "blocks",
         bool(run.recipe.kv_cache),
         all_experts=run.recipe.calibrate.all_experts,
         held_out=len(inputs.held_out),
@@ -245,7 +217,6 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
             vlm.model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         trim()
 
-    whole = BlockResult()
     captures = capture_blocks(
         vlm,
         blocks,
@@ -269,36 +240,9 @@ def _capture_and_solve(run: Run, inputs: Inputs) -> None:
         result = _solve(vlm, groups, captured.stats, method, smoothing, device)
         result.kv_ranges |= captured.kv_ranges
         apply(result, _modules(vlm.model, groups), norm_offset)
-        whole.add(result)
-        block_done = groups[-1] is blocks[layer][-1]  # with the prefix "groups" a block is captured in parts
-        if block_done:
-            with phase("storing"):
-                if distributed.is_main():
-                    save_block(work, layer, whole)
-            whole = BlockResult()
-
-
-def _solve_from_statistics(run: Run, statistics: Statistics) -> None:
-    """Solve each block by itself, from statistics of the unquantized model; no block is run.
-
-    Blocks are solved on the accelerator, if there is one. Of the model only norms and biases are changed.
-    """
-    plan, work, model, norm_offset = run.plan, run.work, run.vlm.model, run.vlm.spec.norm_offset
-    device = accelerator() or torch.device("cpu")
-    for layer, groups in enumerate(plan.steps):
-        if groups and work.has(block_name(layer)):
-            apply(load_block(work, layer, weights=False), _modules(model, groups), norm_offset)
-        elif groups:
-            with phase("reading statistics"):
-                stats, kv_ranges = statistics.load(layer, str(device))
-            result = _solve(run.vlm, groups, stats, plan.method, {}, device)
-            result.kv_ranges |= kv_ranges if run.recipe.kv_cache else {}
-            with phase("storing"):
-                if distributed.is_main():
-                    save_block(work, layer, result)
-            result.weights.clear()
-            apply(result, _modules(model, groups), norm_offset)
-        run.progress("quantizing", layer + 1, len(plan.steps))
+        with phase("storing"):
+            if distributed.is_main():
+                save_block(work, layer, result)
 
 
 def _modules(model: nn.Module, groups: Sequence[Group]) -> dict[str, Any]:
@@ -334,7 +278,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         recovery: the training that the checkpoint comes from; None: there was none.
     """
     plan, recipe, model, progress = run.plan, run.recipe, run.vlm.model, run.progress
-    extra_files: dict[str, Mapping[str, Any] | bytes] = {VISION_SCALES: run.attention} if run.attention else {}
+    extra_files: dict[str, Mapping[str, Any] | bytes] = {}
     settings: Mapping[str, Any] = {}
     if recipe.resize:
         processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
@@ -363,7 +307,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     if scheme := plan.schemes.get(embedding):
         nearest = SCHEMES.get("rtn")
         bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
-        method = QuantMethod(nearest, nearest.Options(bits=bits, group_size=group, symmetric=symmetric))
+        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
     quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
     schemes = {name: plan.schemes[name] for name in quantized}

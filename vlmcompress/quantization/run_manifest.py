@@ -71,7 +71,7 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
                 "weights fit them better than other inputs" if "gram" in plan.method.needs.statistics else "maxima vary"
             )
             lines.append(f"calibrated on {origin['samples']} samples, and with so few {fit}; give {ENOUGH} or more")
-    elif recipe.calibrate.data is not None and not plan.reads_data and not plan.statistics:
+    elif recipe.calibrate.data is not None and not plan.reads_data:
         why = "no layer of the language model is quantized, and nothing is learned from them"
         lines.append(f"the calibration data {Path(recipe.calibrate.data).name} were not read: {why}")
     # faults of the source that the written checkpoint no longer has

@@ -21,9 +21,10 @@ REFUSED = {
     r"W\dA4": "no engine computes with integer activations of 4 bits; take W4A16, or NVFP4 for 4-bit floats",
     r"W\dA8": "vLLM has no kernel on x86 or a GPU for such weights in groups with 8-bit integer activations; take W8A8, "
     "W4AFP8, or scheme mbq with options.activations=8, whose weights have a scale per row",
+    "QRONOS": "it is gone, as it was no better than gptq-plus in twice the time; take gptq-plus",
     "MXFP8A16": "vLLM always rounds the inputs of MXFP8 weights; take MXFP8, or W8A16",
 }
-"""Pattern of unsupported presets -> the reason."""
+"""Pattern of unsupported presets and earlier schemes -> the reason."""
 
 
 DIFFERENT = ("FP8", "NVFP4", "W8A16")

@@ -46,7 +46,18 @@ MOST = 10**9
 _PATHS: dict[str, hub.Kind | None] = {
     **dict.fromkeys(("model", "adapter"), "model"),
     "calibrate.data": "dataset",
-    **dict.fromkeys(("out", "calibrate.text", "calibrate.stats", "reduce.scorer", "reduce.thresholds"), None),
+    **dict.fromkeys(("out", "calibrate.text", "reduce.scorer", "reduce.thresholds"), None),
+}
+
+# Earlier key, dotted -> what to do instead.
+RETIRED = {
+    "calibrate.stats": "name the samples by --calib",
+    "vision_attention": "leave it out",
+    "goal": "name the scheme; vlmcompress list targets has those of a machine",
+    "options.clip_sweeps": "take gptq-plus, whose error feedback gains more",
+    "options.correct": "take gptq-plus",
+    "options.behind": "take gptq-plus",
+    **dict.fromkeys(("options.duo", "options.block", "options.clip_grid"), "leave it out, its default is used"),
 }
 
 
@@ -55,7 +66,7 @@ class _Frozen(BaseModel):
 
 
 class Calibrate(_Frozen):
-    """The calibration data, or statistics that were collected from them before.
+    """The calibration data.
 
     Attributes:
         data: folder of images, .jsonl, .parquet, data set folder or id on the Hub (see `hub.local`); None: the images
@@ -67,8 +78,6 @@ class Calibrate(_Frozen):
         samples: how many samples to take, those of `text` included.
         max_length: longest sample in tokens; None: the model's context.
         all_experts: feed every expert of a mixture all tokens, not only those routed to it.
-        stats: folder of statistics that `vlmcompress calibrate` wrote, used instead of running the model; with `data` as
-            well, the statistics must come from it.
     """
 
     data: str | None = None
@@ -78,7 +87,6 @@ class Calibrate(_Frozen):
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
-    stats: str | None = None
 
 
 class Recipe(_Frozen):
@@ -88,7 +96,6 @@ class Recipe(_Frozen):
         model: folder of the source checkpoint.
         out: folder to write; None only for plans and checks.
         target: machine to serve on; None: do not check.
-        goal: purpose that the target's default scheme is chosen for.
         scheme: name of a module in `vlmcompress.quantization.schemes`.
         options: the scheme's `Options`.
         vision: scheme of the vision tower's linear layers; `bf16` leaves them in 16 bits.
@@ -96,7 +103,6 @@ class Recipe(_Frozen):
             `w4a16` in groups; one that shares the embedding's weights becomes a matrix of its own. `bf16` leaves it in 16 bits.
         embeddings: format of the token embedding's weights: `w8a16` with a scale per row, `w4a16` in groups, rounded to
             nearest; `bf16` leaves them in 16 bits.
-        vision_attention: `fp8` writes scales for FP8 attention in the vision tower, which vLLM runs on Blackwell.
         kv_cache: `fp8` stores scales for an FP8 KV cache.
         rotate: kind of orthogonal matrix (`vlmcompress.numerics.rotation`) that rotates the decoder's hidden states before
             quantization, which makes weights easier to round and keeps the answers. It is drawn with `seed`; null: none.
@@ -122,13 +128,11 @@ class Recipe(_Frozen):
     model: Path
     out: Path | None = None
     target: str | None = None
-    goal: Literal["memory", "throughput"] | None = None
     scheme: str
     options: QuantizerOptions = None  # type: ignore[assignment]  # `resolve` sets it
     vision: Literal["bf16", "fp8", "int8", "w8a16"] = "bf16"
     head: Literal["bf16", "fp8", "int8", "w8a16", "w4a16"] = "bf16"
     embeddings: Literal["bf16", "w8a16", "w4a16"] = "bf16"
-    vision_attention: Literal["fp8"] | None = None
     kv_cache: Literal["fp8"] | None = None
     rotate: Literal["hadamard", "random"] | None = None
     skip: tuple[str, ...] = ()
@@ -185,7 +189,7 @@ class Recipe(_Frozen):
         return self.out
 
     @property
-    def method(self) -> Quantizer:
+    def method(self) -> Quantizer[Any]:
         """The scheme's module in `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
@@ -200,7 +204,7 @@ class Recipe(_Frozen):
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
         modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
-        return {part: module.scheme(module.Options(**options)) for part, (module, options) in modules.items()}
+        return {part: module.scheme(module.OPTIONS(**options)) for part, (module, options) in modules.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -274,7 +278,7 @@ def resolve(
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
-    layers.append(_target_layer(values, origins))
+    layers.append(_target_layer(values))
     values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
@@ -298,7 +302,7 @@ def resolve(
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
     if recipe.target and strict:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts, recipe.vision_attention)
+        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts)
         targets.require_scheme(recipe.target, *formats)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
@@ -323,14 +327,11 @@ def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> di
     return anchored
 
 
-def _target_layer(values: Mapping[str, Any], origins: Mapping[str, str]) -> Layer:
+def _target_layer(values: Mapping[str, Any]) -> Layer:
     """The settings that a target gives: its default scheme."""
-    target, goal = values.get("target"), values.get("goal")
-    if not isinstance(target, str):
+    if not isinstance(target := values.get("target"), str):
         return "target", {}
-    if goal not in ("memory", "throughput", None):
-        raise UserError(_wrong("goal", goal, "should be 'memory' or 'throughput'", origins))
-    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.default_scheme(target, goal)}
+    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.get_target(target).schemes[None]}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:
@@ -340,13 +341,15 @@ def _format_layer(values: Mapping[str, Any]) -> Layer:
     size = FORMATS.constant(name, "GROUP_SIZE") if name in FORMATS else None
     if size is None or scheme not in SCHEMES:
         return "format", {}
-    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).Options))
+    has_groups = any(field.name == "group_size" for field in dataclasses.fields(SCHEMES.get(scheme).OPTIONS))
     return f"format {name}", {"options": {"group_size": size}} if has_groups else {}
 
 
 def _require_known_keys(settings: Mapping[str, Any], allowed: Iterable[str], prefix: str, origin: str) -> None:
     for key in settings:
         if key not in allowed:
+            if instead := RETIRED.get(f"{prefix}{key}"):
+                raise UserError(f"{origin}: there is no key '{prefix}{key}' any more; {instead}")
             raise UserError(f"{origin}: unknown key '{prefix}{key}'{did_you_mean(str(key), allowed)}")
 
 
@@ -362,7 +365,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> QuantizerOptions:
     """The scheme's `Options` with these values, each checked against the type of its field."""
-    cls = SCHEMES.get(scheme).Options
+    cls = SCHEMES.get(scheme).OPTIONS
     if not isinstance(settings, Mapping):
         raise UserError(_wrong("options", settings, "should be a mapping", origins))
     fields = [field.name for field in dataclasses.fields(cls)]
@@ -371,8 +374,10 @@ def _options(scheme: str, settings: Any, origins: Mapping[str, str]) -> Quantize
     for key, value in settings.items():
         dotted = f"options.{key}"
         origin = origins.get(dotted, DEFAULT)
-        if not fields:
+        if not fields and dotted not in RETIRED:
             raise UserError(f"{origin}: scheme '{scheme}' has no options, got '{dotted}'; remove it")
+        if key not in fields and dotted in RETIRED:
+            raise UserError(f"{origin}: there is no option '{dotted}' any more; {RETIRED[dotted]}")
         if key not in fields:
             raise UserError(f"{origin}: scheme '{scheme}' has no option '{dotted}'{did_you_mean(str(key), fields)}")
         try:

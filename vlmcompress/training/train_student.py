@@ -101,6 +101,7 @@ def trained(
     def backward(index: int, factor: float) -> float:
         with distillation.graph(vlm):
             divergence = loss(index)
+            # All workers take part in the step's sum of gradients, also one whose sample trains nothing.
             if divergence.requires_grad:  # text-only samples do not use the projector
                 (divergence * factor).backward()
         return float(divergence.detach())
@@ -119,6 +120,7 @@ def trained(
             raise UserError(f"there is nothing to start from: {log.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}
         put(vlm.model, changed)
+        # Measured as it will be written: rounded to the model's dtype, adapters merged.
         after = measured() if changed else log.first
     if after < log.first:
         return TrainingOutcome(log, changed, after, parts.counts)
@@ -190,6 +192,7 @@ class Trained:
                 adapters = lora.create_adapters(shapes, rank, seed)  # type: ignore[arg-type]
                 self.adapters = tensors = {name: tensor.to(vlm.model.device) for name, tensor in adapters.items()}
             else:
+                # A parameter counts once, in the first part that has it.
                 names = [name for name in _names(vlm, part) if name in stored and name not in self.masters]
                 tensors = {name: vlm.model.get_parameter(name).detach().float().clone() for name in names}
                 self.masters |= tensors

@@ -27,18 +27,17 @@ class SharedError(UserError):
     """An error of one worker that ends all of them; rank 0 reports it."""
 
 
-class NoRank(UserError):
-    """The environment variables with a worker's rank hold no valid one, so that this worker's rank is unknown."""
+class NoNumber(UserError):
+    """An environment variable holds no number, or none that can be, so that this worker's rank is unknown."""
 
 
 def rank() -> int:
     """This worker's rank, from 0; read from the environment, so that it is valid before the process group exists."""
-    number, count = _number("RANK", 0), _started()
-    if number >= count > 1:
-        raise NoRank(
-            f"the environment variable RANK is {number}, of {count} workers (WORLD_SIZE); start torchrun, or unset both"
-        )
-    return number if count > 1 else 0
+    if (started := _started()) <= 1:
+        return 0
+    if (number := _number("RANK", 0)) >= started:
+        raise NoNumber(f"RANK is {number}, but WORLD_SIZE is {started}; start torchrun, or unset both")
+    return number
 
 
 def world_size() -> int:
@@ -156,7 +155,7 @@ def _started() -> int:
 def _number(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, "")
     if text and not re.fullmatch("[0-9]{1,9}", text):
-        raise NoRank(
+        raise NoNumber(
             f"the environment variable {variable} is '{text}', which is not a number; start torchrun, or unset it"
         )
     return int(text or otherwise)

@@ -79,6 +79,7 @@ def require_out(source: Path, out: Path, *, overwrite: bool, mark: str, look: bo
                 raise UserError(
                     f"output {out} has files that are not in {mark}: {names}; move them, or choose another folder"
                 )
+        # Looked at now, as it would else fail when the first file is written, after hours of work.
         parent = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {out}: {parent} is not a folder you can write to; choose another output")
@@ -114,6 +115,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     with user_errors(out):
         parents = _make_parents(out.absolute().parent)
         try:
+            # Next to OUT, so that the last step is a rename within one file system, which is all or nothing.
             stage = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.absolute().parent))
             with locks.held(stage / "lock", f"writing {out}"):
                 try:
@@ -121,6 +123,7 @@ def new_folder(out: Path) -> Iterator[Path]:
                     tree.mkdir()
                     yield tree
                     _sync_tree(tree)
+                    # Two renames replace a folder. A run that is killed between them is put right by the next `_recover`.
                     if os.path.lexists(out):
                         os.rename(out, stage / "old")
                         sync_folder(stage)
@@ -179,6 +182,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, 
     try:
         save_file(dict(tensors), path, dict(metadata))
     except SafetensorError as error:
+        # "... (os error 28)" is all that safetensors tells of a full disk.
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         raise
@@ -296,6 +300,7 @@ def _recover(out: Path) -> None:
     parent = out.absolute().parent
     if not parent.is_dir():
         return
+    # A stage whose lock can be taken belongs to no living run.
     for stage in sorted(path for path in parent.iterdir() if path.name.startswith(_prefix(out))):
         if not (stage / "lock").is_file():
             with contextlib.suppress(OSError):  # a run that was killed before it took its lock, or one that is about to

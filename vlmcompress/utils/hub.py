@@ -361,9 +361,8 @@ def _fetch(repository: Repository, choose: Callable[[Collection[str], Callable[[
             raise unreachable
         return folder / chosen.path
     if missing:
-        note(
-            f"fetching {len(missing)} files of {repository.what} at {commit[:12]}, {size(sum(sizes[name] for name in missing))}"
-        )
+        total = size(sum(sizes[name] for name in missing))
+        note(f"fetching {repository.what} at {commit[:12]}: {total}")
     # by branch, not by commit, so that the cache can resolve the branch when offline
     patterns = [glob.escape(name) for name in chosen.files]
     folder = Path(snapshot_download(**repository.arguments, allow_patterns=patterns))

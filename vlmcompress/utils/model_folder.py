@@ -40,7 +40,7 @@ PROCESSING = {
 """Files that define how text and images become model inputs: kind -> patterns of names."""
 _OTHERS = (
     *("generation_config.json", "README*", "LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*", "*.md"),
-    *("vision_attention_scales.json", "reducer/*"),  # of our checkpoints
+    "reducer/*",  # of our checkpoints
 )
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Config files of formats besides config.json; a folder has only those of its own format."""

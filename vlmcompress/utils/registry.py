@@ -172,11 +172,10 @@ def _literals(body: Sequence[ast.stmt]) -> dict[str, Any]:
 
 
 # The entries of every plug folder. They are declared here as the folders import torch, which listing names must not.
-SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme")
+SCHEMES = Registry("vlmcompress.quantization.schemes", "scheme", entry="SCHEME")
 REDUCERS = Registry("vlmcompress.reduction.methods", "reducer", entry="REDUCER")
 FORMATS = Registry("vlmcompress.export.formats", "format", entry="FORMAT")
 FAMILIES = Registry("vlmcompress.models.families", "model family")
-LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp")
-OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO")
+LLAMACPP = Registry("vlmcompress.export.gguf.families", "family of llama.cpp", entry="FAMILY")
+OPENVINO = Registry("vlmcompress.export.openvino.families", "family of OpenVINO", entry="FAMILY")
 VERBS = Registry("vlmcompress.cli", "verb")
-LAUNCHERS = Registry("vlmcompress.export.launch", "launch file")

@@ -67,6 +67,7 @@ class WorkFolder:
                     raise UserError(f"{self.folder} is a link, and unfinished work goes nowhere else; remove it")
                 if self._restart and self.folder.exists():
                     shutil.rmtree(self.folder)
+                # Compared as JSON, since that is how they were stored: a tuple equals its list.
                 self._restart, before = False, {} if self._is_empty() else self._settings()
                 self._expected |= json.loads(json.dumps(settings, default=str))
                 for name, value in self._expected.items():
@@ -102,6 +103,7 @@ class WorkFolder:
         Raises:
             UserError: the file cannot be written, or another run has taken the folder.
         """
+        # Read anew at each write: without locks another run may have begun here with other settings meanwhile.
         self._require_same_settings(self._fingerprint(), self._settings_file)
         with self._replaced(self.path(name)) as part:
             folders.save_tensors(part, tensors, {**(metadata or {}), RUN: self.run})
@@ -196,6 +198,7 @@ def locked_output(
     Raises:
         UserError: another run holds OUT, or `check` refuses it. A `WriteError` from within names the folder of finished work.
     """
+    # Before the lock, as most wrong calls end here, and waiting for another run would only delay the message.
     check()
     work = WorkFolder(out, restart)
     with contextlib.ExitStack() as stack:
@@ -237,6 +240,7 @@ class Journal:
         self._entries: dict[str, Any] = {}
         with open(self._file, "rb", closefd=False) as file:
             content = file.read()
+        # A line counts once its line break is written: what follows the last one is of a run that was killed.
         end = content.rfind(b"\n") + 1
         if end < len(content):
             os.ftruncate(self._file, end)  # an incomplete last line
@@ -267,6 +271,7 @@ class Journal:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)
         except OSError as error:
+            # Half a line would make the journal look damaged to the next run.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
             raise folders.WriteError(

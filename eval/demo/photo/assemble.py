@@ -22,10 +22,10 @@ from eval.photo.scene import PIXELS, SIDE
 
 from . import package
 from .language import FORM, config_of, tokenizer_of
-from .pool import DEVIATION, MEAN
 from .tower import LAYERS, PADDED, PATCH, WIDTH, Weights, as_clip, clip_config
 
 CARD = Path(__file__).with_name("README.md")
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 
 
 def join(
@@ -72,7 +72,7 @@ def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 def assemble(cache: Path, folder: Path, trained: Path) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; packages and pictures are kept in ``cache``.
 
-    ``trained``: the file that `training.save_trained` wrote. The questions are written next to the folder, where
+    ``trained``: the file of trained weights. The questions are written next to the folder, where
     ``vlmcompress quantize`` and ``eval`` look for the data of a demo model; those about photographs alone, ``photographs``,
     are a test split.
 

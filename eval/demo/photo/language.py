@@ -1,17 +1,10 @@
-"""demo-photo's tokenizer, which knows the names of the pictures, and its language model, which begins as demo-llava's."""
+"""demo-photo's tokenizer, which knows the names of the pictures, and the config of its language model, demo-llava's."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
 
 from eval.demo.text import FORMATS, build_tokenizer
 from eval.photo.pictures import Album
@@ -45,22 +38,3 @@ def config_of(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     config = LlavaConfig.from_pretrained(DONOR).text_config
     config.vocab_size = -(-len(tokenizer) // PADDED) * PADDED
     return config
-
-
-@torch.no_grad()
-def begin(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """demo-llava's language model in float32 with tables for `tokenizer`: words that demo-llava knows keep their rows, the
-    others have random ones of the same size, and answer as they are asked for."""
-    donor = LlavaForConditionalGeneration.from_pretrained(DONOR, dtype=torch.float32)
-    model = LlamaForCausalLM(config_of(tokenizer)).float()
-    layers = {name: value for name, value in donor.model.language_model.state_dict().items() if "embed" not in name}
-    model.model.load_state_dict(layers, strict=False)
-    theirs = PreTrainedTokenizerFast.from_pretrained(DONOR).get_vocab()
-    pairs = [(index, theirs[token]) for token, index in tokenizer.get_vocab().items() if token in theirs]
-    kept, sources = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    table, head = model.get_input_embeddings().weight, model.lm_head.weight
-    old_table, old_head = donor.get_input_embeddings().weight[sources], donor.lm_head.weight[sources]
-    table.normal_(std=float(old_table.std()))
-    head.copy_(table * float(old_head.std() / table.std()))
-    table[kept], head[kept] = old_table, old_head
-    return model

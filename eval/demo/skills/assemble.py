@@ -24,33 +24,16 @@ DATA = {"boxes": (box_rows, ROWS), "pages": (page_rows, ROWS), "clips": (frame_r
 CARD = Path(__file__).with_name("README.md")
 
 
-def base(model: str) -> Path:
-    """The folder of the demo that was taught. UserError: demo-smol was not put together yet."""
-    folder = ROOT / "build/demo-smol" if model == "smol" else ROOT / "eval/demo" / f"demo-{model}"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not there; put it together with scripts/train/assemble_demo_smol.py")
-    return folder
-
-
-def finish(state: Path, file: Path) -> None:
-    """Write the averaged adapters of a training's state as bfloat16."""
-    if not state.is_file():
-        raise UserError(f"{state} is not there; train first")
-    learned = torch.load(state)["ema"]
-    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in learned.items()}, file)
-
-
 def assemble(skill: str, model: str, folder: Path, trained: Path | None = None) -> None:
     """Write the checkpoint to `folder`, replacing what is there; `trained`: adapters, by default the repository's.
 
     A demo that gives boxes or reads labels gets questions, test and calibration, where `bundled_data` looks; one that watches
     clips a calibration split, as the suite `clips` draws its own.
     """
-    source, trained = base(model), trained or Path(__file__).with_name(f"{skill}-{model}.safetensors")
+    source = ROOT / "eval/demo" / f"demo-{model}"
+    trained = trained or Path(__file__).with_name(f"{skill}-{model}.safetensors")
     if not trained.is_file():
-        raise UserError(
-            f"{trained} is not there; write it with scripts/train/teach_demo.py finish {skill} {model} {trained}"
-        )
+        raise UserError(f"{trained} is not there: demo-{model} was not taught {skill}")
     inner = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
     layers, learned = inner.model.language_model.layers, load_file(trained)
     merge(layers, learned)

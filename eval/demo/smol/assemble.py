@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
     GenerationConfig,
@@ -17,7 +17,6 @@ from transformers import (
 
 from eval.demo.export import export
 from eval.world.vocab import FAMILIES
-from vlmcompress.utils.errors import UserError
 
 from . import package
 from .adapter import merge
@@ -156,18 +155,3 @@ def assemble_coder(cache: Path, folder: Path, seed: int = 0) -> None:
     leave_grid(language, seed, widest_steps)
     tokenizer = tokenizer_of(original, "<|image_pad|>")
     export("llava", untrained(language, tokenizer, seed), tokenizer, folder, CODER_CARD)
-
-
-def save_trained(work: Path, path: Path) -> None:
-    """Write what was trained in ``work`` in BF16, for the repository; a part that was not is the one that the repository has.
-
-    Raises:
-        UserError: no training has begun.
-    """
-    states = [state for part in ("reading", "writing") if (state := work / f"{part}.pt").exists()]
-    if not states:
-        raise UserError(f"{work}: there is no reading.pt and no writing.pt; run scripts/train/train_demo_smol.py")
-    learned = load_file(TRAINED)
-    for state in states:
-        learned |= torch.load(state)["ema"]
-    save_file({name: value.to(torch.bfloat16).contiguous() for name, value in learned.items()}, path)

@@ -47,14 +47,14 @@ def checked(rows: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str
 
 def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each scheme on a group of two layers: equal codes, the errors of their outputs, and the smoothing scales."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+    from vlmcompress.numerics.statistics.inputs import STATISTICS
     from vlmcompress.quantization.schemes import REGISTRY
 
     width = 256 if tiny else 1024
     x, mask = made.inputs(width, 4 * width, CPU)
     weights = [made.weight(rows, width, CPU, rows) for rows in (width // 2, width // 4)]
     devices = {"cpu": CPU, "gpu": measure.device()}
-    stats = {key: made.statistics(x.to(device), mask, {*STORABLE, CROSS}) for key, device in devices.items()}
+    stats = {key: made.statistics(x.to(device), mask, STATISTICS) for key, device in devices.items()}
 
     def row(name: str) -> dict[str, Any]:
         quantized = {key: solved(name, [w.to(device) for w in weights], stats[key]) for key, device in devices.items()}
@@ -71,7 +71,7 @@ def quantizers(tiny: bool) -> dict[str, dict[str, Any]]:
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         return figures | ({} if abs(worst - 1) <= ERRORS else {"wrong": f"its error is {worst:.4f} times the CPU's"})
 
-    names = [name for name in REGISTRY.names() if (m := REGISTRY.get(name)).scheme(m.Options()) is not None]
+    names = [name for name in REGISTRY.names() if (m := REGISTRY.get(name)).scheme(m.OPTIONS()) is not None]
     return each(names, row)
 
 
@@ -80,7 +80,7 @@ def solved(name: str, weights: list[Tensor], stats: Any) -> tuple[Tensor | None,
     from vlmcompress.quantization.schemes import REGISTRY, smooth, solve
 
     method = REGISTRY.get(name)
-    options = method.Options()
+    options = method.OPTIONS()
     smoothing = smooth(method, weights, stats, options)
     if (scale := smoothing.scale) is not None:
         weights, stats = [w.float() * scale for w in weights], stats.rescaled(scale)
@@ -97,7 +97,7 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     """Each statistic, relative to the same in float64: from the GPU, and from the CPU."""
     from vlmcompress.numerics.rotation import Rotation
     from vlmcompress.numerics.statistics import kv_range
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE, quadratic
+    from vlmcompress.numerics.statistics.inputs import STATISTICS, quadratic
 
     width = 128 if tiny else 2048
     x, mask = made.inputs(width, 3 * width, CPU)
@@ -116,11 +116,10 @@ def statistics(tiny: bool) -> dict[str, dict[str, Any]]:
     }
 
     def computed(device: torch.device) -> dict[str, Tensor]:
-        stats, ranges = made.statistics(x.to(device), mask, {*STORABLE, CROSS}), kv_range.KVRange()
+        stats, ranges = made.statistics(x.to(device), mask, STATISTICS), kv_range.KVRange()
         ranges.update(0, heads.to(device), mask[None])
         return {
             "gram": stats.gram({"vision": 1.0}),
-            "cross": stats.cross({"vision": 1.0}),
             "absmean": stats.absmean(),
             "absmax": stats.absmax(),
             "error": quadratic(weight.to(device), stats.gram()).sum().sqrt(),

@@ -19,14 +19,14 @@ from gpu.part import Place
 WIDTH, ROWS = 3584, (3584, 512)
 SCHEMES = {
     "gptq": ("gptq", {}), "gptq, zero points": ("gptq", {"symmetric": False}), "gptq-plus": ("gptq-plus", {}),
-    "qronos": ("qronos", {}), "nvfp4": ("nvfp4", {}),
+    "nvfp4": ("nvfp4", {}),
 }  # fmt: skip
 CLOSE, ALIKE = 1e-3, 0.9
 
 
 def run(place: Place) -> dict[str, Any]:
     """Compare all schemes with kernels. Raises `Failed` if errors differ, or the codes of more than a tenth of the rows do."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+    from vlmcompress.numerics.statistics.inputs import STATISTICS
     from vlmcompress.quantization.schemes import REGISTRY, _fused, smooth, solve
 
     device = measure.device()
@@ -35,12 +35,12 @@ def run(place: Place) -> dict[str, Any]:
     width, rows = (128, (20, 12)) if place.tiny else (WIDTH, ROWS)
     x, mask = made.inputs(width, 4 * width, device)
     weights = [made.weight(count, width, device, count) for count in rows]
-    stats = made.statistics(x, mask, {*STORABLE, CROSS})
+    stats = made.statistics(x, mask, STATISTICS)
 
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = SCHEMES[name]
         method = REGISTRY.get(scheme)
-        options = method.Options(**chosen)
+        options = method.OPTIONS(**chosen)
         scale = smooth(method, weights, stats, options).scale
         scaled, group = (
             (weights, stats) if scale is None else ([w.float() * scale for w in weights], stats.rescaled(scale))

@@ -24,7 +24,7 @@ TOKENS, ROWS = 16384, 256
 
 def run(place: Place, shape: str) -> dict[str, Any]:
     """Run all schemes on a block of a shape. Raises `Failed`, with the figures of the others, if one does not run."""
-    from vlmcompress.numerics.statistics.inputs import CROSS, STORABLE
+    from vlmcompress.numerics.statistics.inputs import STATISTICS
     from vlmcompress.quantization.schemes import REGISTRY
 
     text = shapes.shape(place, shape, "full").text
@@ -33,8 +33,8 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     inputs, seconds, stats = {}, 0.0, {}
     for name, (width, _) in groups.items():
         inputs[name] = made.inputs(width, 256 if place.tiny else TOKENS, device)
-        made.statistics(*inputs[name], {*STORABLE, CROSS})  # the first call also loads libraries
-        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], {*STORABLE, CROSS}))
+        made.statistics(*inputs[name], STATISTICS)  # the first call also loads libraries
+        taken, stats[name] = measure.once(partial(made.statistics, *inputs[name], STATISTICS))
         seconds += taken
     inputs.clear()
     weights = {
@@ -45,10 +45,10 @@ def run(place: Place, shape: str) -> dict[str, Any]:
     def row(name: str) -> dict[str, Any]:
         scheme, chosen = methods[name]
         method = REGISTRY.get(scheme)
-        return solved(method, method.Options(**chosen), weights, stats) | {"blocks": blocks}
+        return solved(method, method.OPTIONS(**chosen), weights, stats) | {"blocks": blocks}
 
     names = [
-        name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.Options()) is not None
+        name for name, (scheme, _) in methods.items() if (m := REGISTRY.get(scheme)).scheme(m.OPTIONS()) is not None
     ]
     rows = each(names, row)
     for figures in rows.values():

@@ -58,12 +58,12 @@ def statistics(x: Tensor, mask: Tensor, needs: Iterable[str]) -> Any:
     """
     from vlmcompress.numerics.statistics.balance import Sensitivity
     from vlmcompress.numerics.statistics.collect import Collector
-    from vlmcompress.numerics.statistics.inputs import CROSS, SAMPLE
+    from vlmcompress.numerics.statistics.inputs import SAMPLE
     from vlmcompress.numerics.statistics.tokens import splits
 
     (split,) = splits([mask[None]], [[0]], SAMPLE)
     collector = Collector(x.shape[1], needs)
-    collector.add(x, split.to(x.device), x * 1.01 if CROSS in needs else None)
+    collector.add(x, split.to(x.device))
     stats = collector.finish()
     stats.sensitivity = Sensitivity(rho=0.5)
     return stats

@@ -39,18 +39,13 @@ def run(place: Place, what: str) -> dict[str, Any]:
 
 
 def gradients(place: Place, source: Path, out: Path) -> dict[str, Any]:
-    """Collect statistics and gradients, and solve with `mbq`, which uses them."""
+    """Solve with `mbq`, which reads gradients."""
     import vlmcompress
 
     options = {"objective": "gram"}
     recipe = shapes.recipe(place, source, out, "mbq", options)
-    manifest = vlmcompress.calibrate(recipe, needs=NEEDS, overwrite=True).manifest
-    calibration = {"data": recipe.calibrate.data, "samples": recipe.calibrate.samples, "stats": str(out)}
-    solving = vlmcompress.Recipe.of(
-        str(source), f"{out}-quantized", scheme="mbq", options=options, calibrate=calibration
-    )
-    solved = vlmcompress.quantize(solving, overwrite=True).manifest
-    return {"phases": manifest["timing"], "solving_phases": solved["timing"], "samples": recipe.calibrate.samples}
+    manifest = vlmcompress.quantize(recipe, overwrite=True).manifest
+    return {"phases": manifest["timing"], "samples": recipe.calibrate.samples}
 
 
 def recover(place: Place, source: Path, out: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def format_key(name: str) -> str:
 
     scheme, options = SCHEMES[name]
     module = registry.SCHEMES.get(scheme)
-    return targets.format_key(module.scheme(module.Options(**options)))
+    return targets.format_key(module.scheme(module.OPTIONS(**options)))
 
 
 def checkpoint(place: Place, shape: str, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which questions are asked, how answers are scored; and one evaluation in the real engine."""
+"""The choice of questions, the scores of answers; and one evaluation in the real engine."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_missing_image_is_named(folder: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_evaluation_in_a_real_engine(engine: str, tmp_path: Path, quick_engines) -> None:
-    """Baseline: a tiny random model. Candidate: the same with its LM head's rows shifted, so that it says other things.
+    """Baseline: a tiny random model. Candidate: the same with its LM head's rows shifted, so that it gives other answers.
 
-    The expected answers are what the baseline says (found in a first evaluation of it against its twin), so it must be right
+    The expected answers are those of the baseline (found in a first evaluation of it against its twin), so it must be right
     everywhere and the candidate nowhere. The journal has its answers from the first time.
     """
     baseline = build("qwen2_5_vl", tmp_path / "base")

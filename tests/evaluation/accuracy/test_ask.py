@@ -134,7 +134,7 @@ def test_refused_samples_count_as_wrong_and_are_retried(folder: Path, many: Path
 
 
 def test_a_refusal_of_the_baseline_counts_for_both_sides(folder: Path, many: Path) -> None:
-    """Or the candidate would win a question for nothing; one of the candidate alone is its loss. A report says which."""
+    """Or the candidate would win a question for nothing; one of the candidate alone is its loss. A report names it."""
     other = checkpoint(folder / "other")
     options = EvalOptions(Refusing("r1", "r2"), Refusing("r1", "r3"))
     results = evaluate(other, folder / "model", [many], None, options)
@@ -185,7 +185,7 @@ def test_the_first_filter_counts(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_killed_run_of_the_real_engine_continues(tmp_path: Path, quick_engines) -> None:
-    """`kill -9` in the middle of a run, then the same again: what was answered is not asked again."""
+    """`kill -9` in the middle of a run, then the same again: stored answers are not generated again."""
     path = tmp_path / "journal.jsonl"
     code = f"""
 import os

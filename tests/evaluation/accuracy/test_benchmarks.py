@@ -282,7 +282,7 @@ def test_all_benchmarks_document_their_score() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_all_benchmarks_in_the_real_engine(data: Path) -> None:
-    """One group of all, asked of the demo model, which was taught nothing of it: answers, scored and counted."""
+    """One group of all, on the demo model, which was trained on none of it: answers, scored and counted."""
     from vlmcompress.engines.vllm import ENGINE
 
     tasks = ", ".join(BENCHMARKS)

@@ -1,4 +1,4 @@
-"""Scores of plain data: each rule, the choice by a look at the baseline, and what a gate says where nothing could be lost."""
+"""Scores of plain data: each rule, the choice by a look at the baseline, and gates where nothing could be lost."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ ANSWERS = dict(QUESTIONS)
     ],
 )
 def test_the_baselines_answers_choose_the_score(tmp_path: Path, say, metric: str) -> None:
-    """The strictest rule that finds what the baseline says; the candidate, which says other things, has no say in it."""
+    """The strictest rule that accepts the baseline's answers; the candidate's, which differ, do not count."""
     suite = compared(tmp_path, say, lambda text: "nothing").suites[0]
     assert suite.metric == metric
     assert suite.overall.baseline == (0.0 if "asked about" in say("red") else 1.0) and suite.overall.candidate == 0
@@ -150,7 +150,7 @@ def test_tables_are_one_reference(tmp_path: Path) -> None:
 
 
 def test_nothing_right_passes_no_gate(tmp_path: Path) -> None:
-    """What a user saw: a baseline that gets nothing right by exact match, a candidate that says the same, and a green badge."""
+    """What a user saw: a baseline that is always wrong by exact match, a candidate with the same answers, and a green badge."""
     results = compared(tmp_path, lambda text: f"The picture shows {ANSWERS[text]}.", score="exact")
     gate = gates.judge(results, gates.GateFile(name="g", suites={"*": gates.SuiteRules(margin=0.05, unparsed=0.1)}))
     assert gate.verdict == "inconclusive" and "the baseline scores 0.0%" in gate.rules[0].reason

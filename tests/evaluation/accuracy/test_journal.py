@@ -106,7 +106,7 @@ def test_an_entry_of_any_kind_is_an_answer_or_refused(tmp_path_factory, name, va
         except UserError as error:
             assert "--restart" in str(error)
         else:
-            (answer,) = answers or [ANSWER]  # a null is asked again
+            (answer,) = answers or [ANSWER]  # a null is answered again
             assert isinstance(answer.text, str) and answer.prompt_tokens >= 0 and answer.id == "a"
             assert answer.visual_tokens is None or answer.visual_tokens >= 0
             assert all(logarithm <= 1 for logarithm in (answer.first or {}).values())

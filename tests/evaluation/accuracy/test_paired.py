@@ -226,7 +226,7 @@ def test_p_by_its_definition() -> None:
 
 
 def test_one_document_with_a_tenth_of_the_questions() -> None:
-    """Where nothing changed, more such documents, all lost, could be as rare as the limit says; 37 of them rule out a point."""
+    """Where nothing changed, more such documents, all lost, could be as rare as the limit; 37 of them rule out a point."""
     names = [0] * 100 + list(range(1, 901))
     loss = -MeanDifference([0] * 1000, names).limits(0.95)[0]
     # P(sum_i E_i loss m_i <= E_0 L) of exponentials is the product of L / (L + loss m_i)

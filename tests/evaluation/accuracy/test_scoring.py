@@ -139,7 +139,7 @@ WORDS = st.sampled_from(
 @settings(max_examples=400)
 @given(st.lists(WORDS, max_size=12).map(" ".join))
 def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
-    """Where the official parser draws an option at random, ours gives none."""
+    """Where the official parser draws an option at random, the package's gives none."""
     drawn: list = []
     official.random.choice, original = lambda options: drawn.append(options) or "random", official.random.choice
     try:

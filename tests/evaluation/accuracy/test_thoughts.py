@@ -40,7 +40,7 @@ def test_answers_without_thoughts_stay_as_they_are() -> None:
         read_marks("<r>")
 
 
-def test_a_template_says_whether_answers_begin_with_thoughts(tmp_path: Path) -> None:
+def test_a_template_shows_whether_answers_begin_with_thoughts(tmp_path: Path) -> None:
     plain, thinking, listed = (checkpoint(tmp_path / name) for name in ("plain", "thinking", "listed"))
     (plain / "chat_template.jinja").write_text(QWEN.replace("<think>", "").replace("</think>", ""))
     (thinking / "chat_template.jinja").write_text(QWEN)

@@ -1,4 +1,4 @@
-"""Questions about videos: who is asked, and how much of a video each engine gives to the model."""
+"""Questions about videos: which engines take them, and how much of a video each engine gives to the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_engine_without_videos_refuses_them(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen2-5-vl", "qwen3-vl", "llava-onevision"])
 def test_both_engines_give_the_model_as_much_of_each_video(tmp_path: Path, family: str) -> None:
-    """vLLM, by its own way of taking frames, and transformers by ours: prompts of one length, which differ as the videos do.
+    """vLLM, by its own way of taking frames, and transformers: prompts of one length, which differ as the videos do.
 
     Of a file the processor takes frames, of a list of frames it gets all.
     """

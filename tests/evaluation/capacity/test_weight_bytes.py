@@ -1,4 +1,4 @@
-"""Bytes of weights, exactly: oracle are the files that `quantize` writes. Without weight files the config says the same."""
+"""Bytes of weights, exactly: oracle are the files that `quantize` writes. Without weight files the config gives the same."""
 
 from __future__ import annotations
 

@@ -95,11 +95,11 @@ def test_the_effect_of_a_balance_is_shown(checkpoints, capfd):
 
 
 def test_a_checkpoint_that_saw_no_data(checkpoints, capfd):
-    """Shows the weights' own error and says how to get the rest; next to one that saw data it can't be put."""
+    """Shows the error of the weights and how to get the rest; it can't be compared with one that saw data."""
     rounded, off, _ = checkpoints
     assert cli.main(["report", "--errors", str(rounded)]) == 0
     output = capfd.readouterr().out
-    assert "as no calibration data were seen" in output and output.count("add --stats STATS --model MODEL") == 1
+    assert "as no calibration data were seen" in output and output.count("quantize with --calib FOLDER") == 1
     for pair in ((rounded, off), (off, rounded)):
         assert cli.main(["report", "--errors", *map(str, pair)]) == 2
         assert "rounded has errors of weights only" in capfd.readouterr().err

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.kit.made_results import HOSTILE, comparison, make_bench
 from vlmcompress.evaluation.report import html, plots, search
 from vlmcompress.evaluation.report.plots import linear
-from vlmcompress.evaluation.search.outcome import mark
 from vlmcompress.utils.text import points
 
 
@@ -68,7 +67,7 @@ def test_the_front_is_pareto_optimal(pairs: list[tuple[int, int]]) -> None:
 def candidates() -> list[dict]:
     """Candidates of a search, one of them with a hostile name and a wide interval."""
     values = [("w4", 1.9, -0.004), (HOSTILE, 2.4, -0.05), ("int8", 1.4, 0.001)]
-    shared = {"questions": 300, "front": False, "winner": False, "rough": False, "chance": 0.5, "divergence": 0.01}
+    shared = {"questions": 300, "winner": False, "rough": False, "chance": 0.5, "divergence": 0.01}
     rows = [
         {
             "name": name,
@@ -82,7 +81,6 @@ def candidates() -> list[dict]:
         }
         for name, gain, d in values
     ]
-    mark(rows)
     rows[0]["winner"] = True
     return rows
 

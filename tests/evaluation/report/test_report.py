@@ -134,7 +134,7 @@ def test_markdown_fits_a_summary() -> None:
 
 
 def test_the_page_has_the_commands_that_repeat_it_or_measure_speed(results: Results) -> None:
-    """Parsed by the command line itself; without a benchmark the card of speed says how to get one."""
+    """Parsed by the command line itself; without a benchmark the card of speed shows how to run one."""
     lines = Findings(results).commands
     assert [line.split()[:2] for line in lines] == [["vlmcompress", "eval"], ["vlmcompress", "bench"]]
     for line in lines:
@@ -183,7 +183,7 @@ def test_one_verdict_a_row() -> None:
 
 
 def test_old_results_load(results: Results, tmp_path: Path) -> None:
-    """Those from before rules named their family and sides said how they were made."""
+    """Those from before rules had a family and sides had their recipe."""
     data = results.to_dict()
     for rule in data["gate"]["rules"]:
         del rule["suite"], rule["family"], rule["margin"]

@@ -1,4 +1,4 @@
-"""What a search says of its winner: no more than was shown."""
+"""The report of a search claims no more of its winner than was shown."""
 
 from __future__ import annotations
 

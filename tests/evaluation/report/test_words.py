@@ -72,7 +72,7 @@ def test_speed_in_words(change: Ratio, pace: str, spread: str) -> None:
     ],
 )
 def test_the_verdict_states_what_was_shown(changes: dict[str, Any], sentence: str) -> None:
-    """A loss that was seen is never called none: what the interval rules out is said, and answers lost and won."""
+    """A loss that was seen is never called none: the sentence has what the interval rules out, and answers lost and won."""
     assert words.verdict_text(comparison("awq", **changes)) == sentence
 
 

@@ -58,7 +58,7 @@ def test_a_candidates_folder_depends_on_its_changes_alone() -> None:
 
 
 def test_a_full_disk_is_no_fault_of_a_candidate(tmp_path):
-    """The search ends, and tries the candidate again when it goes on; here no file can be written at all."""
+    """The search ends, and tries the candidate again when it continues; here no file can be written at all."""
     (tmp_path / "file").write_text("")
     setup = Setup({"model": "model"}, None, None, 0, "hf", tmp_path / "file" / "work")
     with open_trial_log(tmp_path / "out", {}, None) as log:

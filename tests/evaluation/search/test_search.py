@@ -1,4 +1,4 @@
-"""`vlmcompress search` on demo-llava with its real images, answered by transformers: killed, gone on with, confirmed."""
+"""`vlmcompress search` on demo-llava with its real images, answered by transformers: killed, continued, confirmed."""
 
 from __future__ import annotations
 

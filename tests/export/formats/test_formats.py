@@ -126,7 +126,7 @@ def test_formats_hold_what_they_should():
 
 @pytest.mark.parametrize("key", [key for stored, key in STORED if stored == "awq"])
 def test_awq_is_auto_rounds(key):
-    """Oracle: auto-round packs the same weight with the same scales and zero points into the same words, and unpacks ours."""
+    """Oracle: auto-round packs the same weight with the same scales and zero points into the same words, and unpacks them."""
     scheme = SCHEMES[key]
     qt, tensors, _ = stored("awq", key)
     linear = nn.Linear(COLUMNS, ROWS, bias=False)

@@ -158,7 +158,7 @@ def test_equal_inputs_give_equal_files(written, tmp_path):
     assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "again")]) == 0
     for name in ("model.gguf", "mmproj.gguf"):
         again = (tmp_path / "again" / name).read_bytes()
-        # the file says the name of the source's folder only
+        # the file has the name of the source's folder only
         assert again == (out / name).read_bytes()
 
 

@@ -95,7 +95,7 @@ def test_the_same_weights_give_the_same_answers_in_every_format(name, answers):
 
 
 def test_vllm_quantizes_exactly_the_quantized_layers(converted):
-    """Oracle: vLLM's own config classes, asked by the names that it gives to layers."""
+    """Oracle: vLLM's own config classes, by the names that it gives to layers."""
     for name, (_, folder) in converted.items():
         config = models.read_config(folder)
         spec, module = models.spec_for(config), FORMATS.get(name)

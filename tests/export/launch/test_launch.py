@@ -16,7 +16,7 @@ from tests.kit import launching
 from tests.kit.launching import FORMATS, called, facts, written
 from vlmcompress.engines.vllm import serve
 from vlmcompress.export import launch, launch_files, readers
-from vlmcompress.export.launch import REGISTRY, compose, vllm
+from vlmcompress.export.launch import LAUNCHERS, containers, vllm
 from vlmcompress.export.readers import LoadFacts
 
 KNOWN: dict[str, LoadFacts] = {
@@ -32,54 +32,37 @@ KNOWN: dict[str, LoadFacts] = {
 }
 
 
-@pytest.mark.parametrize("name", REGISTRY)
-def test_every_entry_keeps_the_contract(name: str) -> None:
-    launcher = REGISTRY.get(name)
-    assert launcher.TITLE and launcher.CHECKED and "\n" not in launcher.TITLE + launcher.CHECKED
-    for case, checkpoint in KNOWN.items():
-        reason = launch.launch_problem(name, checkpoint)
-        if reason is not None:
-            assert reason and reason[0].islower() and "\n" not in reason and not reason.endswith("."), case
-            continue
-        texts = launcher.files(checkpoint)
-        for place, text in texts.items():
-            path = Path(place)
-            assert not path.is_absolute() and ".." not in path.parts and text.endswith("\n") and text.isascii(), place
-        command = launch.command(name, checkpoint)
-        named = re.findall(r"serve/[\w./-]+", command)
-        assert named and "\n" not in command and "`" not in command, case
-        assert all(any(f"serve/{place}".startswith(mention) for place in texts) for mention in named), case
-
-
 @pytest.mark.parametrize("case", KNOWN)
 def test_files_of_all(case: str) -> None:
-    """No two entries write the same file, the page names each of them and the reasons for the rest, and all is small."""
+    """No two entries write the same file, the page names each of them with its command and the reasons for the rest."""
     checkpoint = KNOWN[case]
     texts = launch.render_launch_files(checkpoint)
-    loads = [name for name in REGISTRY if launch.launch_problem(name, checkpoint) is None]
-    parts = [place for name in loads for place in REGISTRY.get(name).files(checkpoint)]
-    assert len(parts) == len(set(parts))
-    assert set(texts) - set(parts) == {"README.md"} | ({"grafana.json"} if "vllm" in loads else set())
-    page = texts["README.md"]
-    assert all(f"`{place}`" in page for place in parts)
-    for name in REGISTRY:
-        assert (f"- {REGISTRY.get(name).TITLE}: {launch.launch_problem(name, checkpoint)}." in page) is (
-            name not in loads
-        )
-    named = {f"serve/{place}" for place in texts}
-    assert set(re.findall(r"serve/[\w.-]+\.(?:sh|py|yaml|json)", page)) <= named
-    assert ("Flags are for" in page) is (checkpoint.machine is not None and "vllm" in loads)
-    assert sum(map(len, texts.values())) < 60_000
+    page, places = texts["README.md"], list[str]()
+    for name, launcher in LAUNCHERS.items():
+        reason = launch.launch_problem(name, checkpoint)
+        assert (f"- {launcher.title}: {reason}." in page) is (reason is not None), name
+        if reason is None:
+            files, command = launcher.files(checkpoint), launch.command(name, checkpoint)
+            assert files.items() <= texts.items() and all(f"`{place}`" in page for place in files), name
+            assert f"| `{command}` | {launcher.checked} |" in page and "\n" not in command, name
+            mentioned = re.findall(r"serve/[\w./-]+", command)
+            assert mentioned and all(any(f"serve/{place}".startswith(path) for place in files) for path in mentioned)
+            places += files
+    for place in places:
+        assert ".." not in Path(place).parts and not Path(place).is_absolute() and texts[place].isascii(), place
+    loaded = launch.launch_problem("vllm", checkpoint) is None
+    assert sorted(texts) == sorted([*places, "README.md", *(["grafana.json"] if loaded else [])])
+    assert ("Flags are for" in page) is (checkpoint.machine is not None and loaded)
     titles = [title for title, *_ in launch.commands(checkpoint)]
-    assert titles[:1] == [vllm.TITLE] if "vllm" in loads else vllm.TITLE not in titles
+    assert titles[:1] == [vllm.TITLE] if loaded else vllm.TITLE not in titles
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_engines_that_have_launch_files(name: str) -> None:
     """What its engine loads (`tests/export/readers`), less what its files are not for."""
-    launcher = REGISTRY.get(name)
+    launcher = LAUNCHERS[name]
     assert {form for form in FORMATS if launch.launch_problem(name, facts(form)) is None} == {
-        form for form in FORMATS if readers.engine_support(launcher.ENGINE, facts(form)).reason is None
+        form for form in FORMATS if readers.engine_support(launcher.engine, facts(form)).reason is None
     }
     ours = {"vllm", "compose", "kubernetes", "triton", "vllm-split"}
     assert (launch.launch_problem(name, facts(reducer="blind")) is None) is (name in ours)
@@ -126,7 +109,7 @@ def test_a_head_that_drafts_has_a_script(tmp_path: Path) -> None:
 
 
 def test_flags_are_those_of_serve(tmp_path: Path) -> None:
-    """`vlmcompress serve` and the script start the same server; the script says more about it."""
+    """`vlmcompress serve` and the script start the same server; the script has more comments."""
     config = {"quantization_config": FORMATS["fp8"], "architectures": [launching.QWEN]}
     folder = tmp_path / "my-model"
     folder.mkdir()
@@ -226,27 +209,12 @@ def test_containers(tmp_path: Path) -> None:
     assert service["environment"] == variables
     assert {variable["name"]: variable["value"] for variable in container["env"]} == variables
     assert service["healthcheck"]["test"][0] == "CMD" and ":8000/health" in service["healthcheck"]["test"][-1]
-    check_kubernetes(deployment, balancer, pod, container)
+    labels, health = pod["metadata"]["labels"], {"path": "/health", "port": "http"}
+    assert deployment["spec"]["selector"]["matchLabels"] == balancer["spec"]["selector"] == labels
+    assert all(container[f"{probe}Probe"]["httpGet"] == health for probe in ("startup", "readiness", "liveness"))
+    assert container["ports"][0]["name"] == balancer["spec"]["ports"][0]["targetPort"] == "http"
     for variable in (name, deployment["metadata"]["name"], balancer["metadata"]["name"]):
         assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", variable)  # RFC 1123
-
-
-def check_kubernetes(deployment: dict, balancer: dict, pod: dict, container: dict) -> None:
-    """What the API server, the scheduler and kubelet ask of these objects, as far as they refer to each other."""
-    assert (deployment["apiVersion"], deployment["kind"]) == ("apps/v1", "Deployment")
-    assert (balancer["apiVersion"], balancer["kind"]) == ("v1", "Service")
-    labels = pod["metadata"]["labels"]
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert balancer["spec"]["selector"].items() <= labels.items()
-    assert all(isinstance(value, str) for value in pod["metadata"]["annotations"].values())
-    ports = {port["name"] for port in container["ports"]}
-    assert all(port["targetPort"] in ports for port in balancer["spec"]["ports"])
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["path"] == "/health" and container[probe]["httpGet"]["port"] in ports
-    assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1200
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["spec"]["volumes"]
-    }
 
 
 def test_a_reducer_comes_with_its_image(tmp_path: Path) -> None:
@@ -256,70 +224,22 @@ def test_a_reducer_comes_with_its_image(tmp_path: Path) -> None:
     assert service["build"] == {"context": ".", "dockerfile": "Dockerfile"} and (serving / "Dockerfile").is_file()
     deployment = next(yaml.safe_load_all((serving / "kubernetes.yaml").read_text()))
     assert (
-        deployment["spec"]["template"]["spec"]["containers"][0]["image"] == compose.image(checkpoint) != compose.IMAGE
+        deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        == containers.image(checkpoint)
+        != containers.IMAGE
     )
     assert "build" not in yaml.safe_load(launch.render_launch_files(facts())["compose.yaml"])["services"]["my-model"]
 
 
-def test_triton(tmp_path: Path) -> None:
-    """Oracle: protobuf's text parser, with the fields of Triton's model_config.proto that are used."""
-    serving = written(tmp_path, facts("fp8", machine="h100"))
-    config = parsed_pbtxt((serving / "triton/my-model/config.pbtxt").read_text())
-    assert (config.name, config.backend) == ("my-model", "vllm")
-    (instances,) = config.instance_group
-    assert (instances.count, instances.kind) == (1, 4)  # KIND_MODEL: vLLM chooses its devices
+def test_tensorrt_llm_and_triton_get_their_options(tmp_path: Path) -> None:
+    serving = written(tmp_path, facts("fp8"))
     settings = json.loads((serving / "triton/my-model/1/model.json").read_text())
     assert settings["model"] == "/model" and settings["kv_cache_dtype"] == "fp8"
-
-
-def parsed_pbtxt(text: str) -> Any:
-    """A `ModelConfig` of triton-inference-server/common `protobuf/model_config.proto`, of which name, backend and
-    instance_group are declared here with their types and numbers."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-
-    file = descriptor_pb2.FileDescriptorProto(name="config.proto", package="test", syntax="proto3")
-    group = file.message_type.add(name="ModelInstanceGroup")
-    kinds = group.enum_type.add(name="Kind")
-    for number, name in enumerate(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "", "KIND_MODEL")):
-        if name:
-            kinds.value.add(name=name, number=number)
-    group.field.add(name="name", number=1, type=9, label=1)
-    group.field.add(name="kind", number=4, type=14, label=1, type_name=".test.ModelInstanceGroup.Kind")
-    group.field.add(name="count", number=2, type=5, label=1)
-    config = file.message_type.add(name="ModelConfig")
-    config.field.add(name="name", number=1, type=9, label=1)
-    config.field.add(name="instance_group", number=7, type=11, label=3, type_name=".test.ModelInstanceGroup")
-    config.field.add(name="backend", number=17, type=9, label=1)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("test.ModelConfig"))
-    return text_format.Parse(text, kind())
-
-
-def test_tensorrt_llm_passes_its_options_on(tmp_path: Path) -> None:
-    serving = written(tmp_path, facts("fp8"))
+    assert 'name: "my-model"\nbackend: "vllm"\n' in (serving / "triton/my-model/config.pbtxt").read_text()
     _, flags, _ = called(serving / "tensorrt-llm.sh")
     options = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text())
     assert options["guided_decoding_backend"] == "xgrammar" and options["kv_cache_config"]["enable_block_reuse"] is True
     assert flags[flags.index("--max_seq_len") + 1] == "32768"
-
-
-def test_dashboard() -> None:
-    """Panels do not lie over each other, and every query is one of balanced brackets about the chosen model."""
-    dashboard = json.loads(launch.render_launch_files(facts())["grafana.json"])
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) > 10
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    for query in (target["expr"] for panel in panels for target in panel["targets"]):
-        assert all(query.count(a) == query.count(b) for a, b in ("()", "{}", "[]"))
-        assert query.count('{model_name="$model"}') == query.count("vllm:") > 0
-    assert dashboard["templating"]["list"][1]["current"]["value"] == "my-model"
 
 
 HOSTILE = "x\n$(touch pwned); `id` 'a' \"b\" | ../..: {} # é"
@@ -338,16 +258,6 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "heads", "machine", "gpus"),
-    [(10**10, 28, "h100", 1), (144e9, 64, "h100", 4), (144e9, 14, "h100", 2), (10**13, 64, "h100", 8),
-     (10**13, 7, "h100", 1), (144e9, 64, "cpu", 1), (144e9, 64, None, 1)],
-)  # fmt: skip
-def test_number_of_gpus(weights: float, heads: int, machine: str | None, gpus: int) -> None:
-    """72 billion weights in BF16 want four H100s: 2 of 44 GB for weights each hold 88 GB, 4 hold 177 GB."""
-    assert facts(weights=int(weights), heads=heads, machine=machine).gpus == gpus
-
-
-@pytest.mark.parametrize(
     "config",
     [
         {"architectures": None, "text_config": [], "quantization_config": 3},
@@ -363,29 +273,6 @@ def test_odd_configs_count_as_unknown(config: dict) -> None:
     assert "README.md" in launch.render_launch_files(checkpoint)
 
 
-def modelfile(text: str) -> list[tuple[str, str]]:
-    """Instructions and arguments of a Modelfile, in lower case and as Ollama's `parser/parser.go` reads them.
-
-    A line is a comment, or an instruction and its argument, from which one pair of quotes is taken; an argument in quotes goes
-    on to the line where these end.
-    """
-    instructions = {"from", "parameter", "template", "system", "adapter", "license", "message", "requires"}
-    commands, lines = [], iter(text.splitlines())
-    for line in lines:
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, _, value = line.strip().partition(" ")
-        assert name.lower() in instructions, line
-        quotes = next((quotes for quotes in ('"""', '"') if value.strip().startswith(quotes)), "")
-        while quotes and not (len(value.strip()) >= 2 * len(quotes) and value.strip().endswith(quotes)):
-            value += "\n" + next(lines)
-        commands.append((name.lower(), value.strip().removeprefix(quotes).removesuffix(quotes)))
-    assert any(name == "from" for name, _ in commands)
-    return commands
-
-
-FLOATS = {"temperature", "top_p", "min_p", "repeat_penalty"}
-WHOLE = {"top_k", "repeat_last_n"}
 GREEDY = {"temperature": ["0"]}
 SAMPLED = {"temperature": ["0.1"], "top_k": ["50"], "top_p": ["0.001"], "min_p": ["0"]}
 PENALIZED = {"repeat_penalty": ["1.05"], "repeat_last_n": ["-1"]}
@@ -420,12 +307,11 @@ def test_a_modelfile_samples_as_transformers_does(generation: Any, expected: dic
         text = generation if isinstance(generation, str) else json.dumps(generation)
         (tmp_path / "generation_config.json").write_text(text)
     launch_files.write_launch_files(tmp_path, {}, "my model")
-    read = modelfile((tmp_path / "serve/Modelfile").read_text())
-    sources = [(tmp_path / "serve" / value).resolve() for name, value in read if name == "from"]
+    lines = [line.split(" ", 1) for line in (tmp_path / "serve/Modelfile").read_text().splitlines() if line[0] != "#"]
+    sources = [(tmp_path / "serve" / value).resolve() for name, value in lines if name == "FROM"]
     assert sources == [tmp_path.resolve() / "model.gguf", tmp_path.resolve() / "mmproj.gguf"]
-    assert ("requires", "0.30.0") in read and "template" not in dict(read)
+    assert {name for name, _ in lines} == {"FROM", "REQUIRES", "PARAMETER"}
     parameters: dict[str, list[str]] = {}
-    for key, _, value in (value.partition(" ") for name, value in read if name == "parameter"):
-        assert key == "stop" or (float(value) if key in FLOATS else int(value) if key in WHOLE else None) is not None
+    for key, value in (value.split(" ", 1) for name, value in lines if name == "PARAMETER"):
         parameters.setdefault(key, []).append(value.strip('"'))
     assert parameters == expected

@@ -1,4 +1,4 @@
-"""What the table says of transformers is true of the one that is installed: plain `from_pretrained`, without our loader."""
+"""The table's row of transformers is true of the one that is installed: plain `from_pretrained`, without a loader of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of engines and formats says what was run and what sources say, and everything that names an engine reads it."""
+"""The table of engines and formats has what was run and what sources state, and everything that names an engine reads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("versions", "reader", "results"), RUNS)
 def test_the_table_records_what_ran(versions: dict[str, str], reader: str, results: dict[str, str]) -> None:
-    """Oracle: the libraries themselves (eval/readers.json). What is said to load has loaded in the versions
+    """Oracle: the libraries themselves (eval/readers.json). What the table marks as loading has loaded in the versions
     that are named; what is said not to load has not. Experts of two families transformers loads alone, which is not said."""
     for case, result in results.items():
         verdict = readers.engine_support(reader, KNOWN[case])
@@ -49,7 +49,7 @@ def test_the_table_records_what_ran(versions: dict[str, str], reader: str, resul
 
 
 def test_zero_points_and_dequantizing() -> None:
-    """What the note says that cards have: from 5.23 on zero points load only dequantized, and so do no two schemes."""
+    """What the note on cards states: from 5.23 on zero points load only dequantized, and so do no two schemes."""
     for run in MEASURED["runs"]:
         new = run["versions"]["transformers"].startswith(("5.23", "5.24"))
         for case, result in run["results"]["dequantize=True"].items():
@@ -60,7 +60,7 @@ def test_zero_points_and_dequantizing() -> None:
 
 
 def test_the_table_records_what_vllm_ran() -> None:
-    """Oracle: eval/formats.json. What ran is said to load; what is said not to load did not run. vLLM's CPU build lacks kernels
+    """Oracle: eval/formats.json. What ran is marked as loading, and nothing else is. vLLM's CPU build lacks kernels
     for some of what it loads on GPUs."""
     rows = [row for row in json.loads((ROOT / "eval" / "formats.json").read_text()) if "vllm" in row]
     for row in rows:
@@ -101,7 +101,7 @@ def test_gptqmodel_is_named_for_families_with_its_names_only() -> None:
 
 
 def test_reducers() -> None:
-    """vLLM with the plugin, transformers and, for a few methods, MLX with ours; `engine: transformers` leaves vLLM out."""
+    """vLLM with the plugin, transformers and, for a few methods, MLX; `engine: transformers` leaves vLLM out."""
     for kind in REDUCERS:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
         others = {"blind": {"vllm", "mlx"}, "asking": {"vllm"}, "unserved": set()}
@@ -110,7 +110,7 @@ def test_reducers() -> None:
 
 
 def test_evidence_is_there() -> None:
-    """Each cell says how it is known; what it names as run is a file of this repository."""
+    """Each cell has its evidence; what it names as run is a file of this repository."""
     for engine in ENGINES.values():
         for cell in engine.formats.values():
             if isinstance(cell, str):

@@ -115,14 +115,14 @@ def test_masks(family, loaded):
 FRAMES = 12  # at 8 a second; no processor's rule takes them all
 TOLD = dict.fromkeys(("qwen2-5-vl", "qwen2-vl", "exaone4-5"), {"fps": 2}) | dict.fromkeys(
     ("llava-onevision", "internvl", "gemma4", "gemma4-moe", "gemma4-unified"), {"num_frames": FRAMES}
-)  # what a processor has to be told; Gemma 4's would ask for more frames than there are
+)  # settings that a processor needs; Gemma 4's would take more frames than there are
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=() if name in ("llava", "qwen2-5-vl") else pytest.mark.slow) for name in FAMILIES]
 )
 def test_videos(kind, loaded, tmp_path):
-    """Oracles: the processor itself, given all frames to choose from, and told vLLM's rate or number where it has none. And
+    """Oracles: the processor itself, given all frames to choose from, with vLLM's rate or number where it has none. And
     what the decoder is fed: the mask covers videos, in files or as frames, next to images or without."""
     vlm, file = loaded(kind), film(tmp_path / "film.mp4", FRAMES)
     videos = [Video(file, "x"), Video(file.read_bytes(), "x"), Video([picture(84, 56, seed) for seed in range(4)], "x")]
@@ -178,7 +178,7 @@ def read(file: Path) -> list[np.ndarray]:
 
 
 def test_long_videos_are_thinned_as_vllm_does(loaded, tmp_path):
-    """Of a processor without a rule. Oracle: the brightness of the frames, which says where in the video they are."""
+    """Of a processor without a rule. Oracle: the brightness of the frames, which shows where in the video they are."""
     frames, metadata = Video(film(tmp_path / "film.mp4", 100), "x").frames(loaded("llava-onevision").processor)
     assert len(frames) == 32 and metadata.frames_indices == np.linspace(0, 99, 32, dtype=int).tolist()
     assert [round((pixels[0, -1].mean() - 20) / 2) for pixels in frames] == pytest.approx(

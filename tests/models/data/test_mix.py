@@ -9,13 +9,10 @@ import torch
 
 from tests.kit import calibration_rows, tiny
 from vlmcompress import models
-from vlmcompress.cli import calibrate as verb
 from vlmcompress.models import decoder_blocks
 from vlmcompress.models.data import data_hash, load_mixed, load_samples
-from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.inputs import read_inputs
-from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
 
@@ -73,23 +70,19 @@ def test_a_text_source_without_text_is_refused(world, rows, problem):
 
 def test_statistics_are_of_images_and_text(world, tmp_path):
     """Gram matrices are sums over samples: those of the mixture are those of the two halves together."""
-    calibrate(recipe(world, tmp_path / "both"), needs=("gram",))
-    facts = statistics_folder.read_statistics(tmp_path / "both").facts
-    origin = facts["calibration"]
+    vlm = models.load(world / "llava")
+    done = read_inputs(recipe(world, tmp_path / "x"), vlm, "x")
+    encoded, origin = done.samples, done.origin
     assert origin["samples"] == 8 and origin["images"] == 4
     assert origin["text"]["source"] == "text.jsonl" and origin["text"]["samples"] == 4
-    assert "'calib.jsonl' and 'text.jsonl' (4 of text alone)" in verb.text(
-        verb.result(tmp_path, world / "llava", facts, 1.0)
-    )
-    vlm = models.load(world / "llava")
-    encoded = read_inputs(recipe(world, tmp_path / "x"), vlm, "x").samples
     assert ["pixel_values" in sample for sample in encoded] == [True] * 4 + [False] * 4
-    both, _ = statistics_folder.read_statistics(tmp_path / "both").load(0)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    _, captured = next(capture_blocks(vlm, blocks, encoded, CaptureSpec(frozenset({"gram"}))))
     pooled = {"text": 1.0, "vision": 1.0, "answer": 1.0}
     inputs: list[torch.Tensor] = []
     vlm.model.set_attn_implementation("eager")
-    group = both["qkv"]
-    linear = vlm.model.get_submodule(decoder_blocks(vlm.model, vlm.spec)[0][0].linears[0])
+    group = captured.stats["qkv"]
+    linear = vlm.model.get_submodule(blocks[0][0].linears[0])
     linear.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0].float()))
     for sample in encoded:
         with torch.no_grad():
@@ -97,17 +90,3 @@ def test_statistics_are_of_images_and_text(world, tmp_path):
     x = torch.cat(inputs)
     torch.testing.assert_close(group.gram(pooled), x.T @ x, rtol=1e-2, atol=1e-2 * float((x.T @ x).diagonal().mean()))
     assert sum(group.count.values()) == len(x) == sum(origin["tokens"].values())
-
-
-def test_statistics_record_their_text(world, tmp_path):
-    out = tmp_path / "stats"
-    calibrate(recipe(world, out), needs=("gram", "absmean"))
-    stored = {"stats": str(out), "samples": None}
-    quantize(recipe(world, tmp_path / "same", "awq", **stored))
-    (world / "other.jsonl").write_text((world / "text.jsonl").read_text().replace("passage", "message"))
-    with pytest.raises(UserError, match=r"other data: sha256 .* for 'text.jsonl' .*; leave out calibrate.text"):
-        quantize(recipe(world, tmp_path / "o", "awq", **stored, text=str(world / "other.jsonl")))
-    plain = tmp_path / "plain"
-    calibrate(recipe(world, plain, text=None, samples=4), needs=("gram", "absmean"))
-    with pytest.raises(UserError, match=r"are of no text next to the data; leave out calibrate.text"):
-        quantize(recipe(world, tmp_path / "o", "awq", stats=str(plain), samples=None))

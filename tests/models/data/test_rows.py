@@ -118,7 +118,7 @@ def test_videos(tmp_path):
 
 
 def test_conversations_of_llava_and_sharegpt():
-    """The mark says where the image is; the last answer is the answer; text alone and JSON text are read, too."""
+    """The mark shows where the image is; the last answer is the answer; text alone and JSON text are read, too."""
     turns = [
         {"from": "human", "value": "<image>\nWhat is it?"},
         {"from": "gpt", "value": "A cat."},

@@ -16,7 +16,6 @@ from vlmcompress.models.data import bundled_data, encode, load_samples
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import MODALITIES
 from vlmcompress.numerics.statistics.kv_range import BINS, KVRange
-from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 
@@ -139,14 +138,3 @@ def test_errors_of_the_cache_are_reported(checkpoint, capfd, monkeypatch):
     assert cli.main(["report", "--errors", str(checkpoint)]) == 0
     text = capfd.readouterr().out
     assert text.count("attn  keys") == text.count("attn  values") == len(recorded) and "FP8 cache" in text
-
-
-def test_from_statistics(checkpoint, tmp_path):
-    """The first block stands after nothing quantized, so that stored ranges are those of the run without them."""
-    calibrate(resolve(given(tmp_path / "stats", "none")).recipe)
-    stats = {"calibrate": {"stats": str(tmp_path / "stats")}}
-    manifest = quantize(resolve(given(tmp_path / "out", "rtn") | stats).recipe).manifest["kv_cache"]
-    direct = json.loads((checkpoint / "vlmcompress.json").read_text())["kv_cache"]
-    first = next(iter(direct))
-    assert manifest.keys() == direct.keys() and manifest[first] == direct[first]
-    assert all(manifest[name] != direct[name] for name in list(direct)[1:])

@@ -14,13 +14,11 @@ from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.models import decoder_blocks
 from vlmcompress.models.data import encode, load_samples
 from vlmcompress.numerics import fake_quantize, find_params
-from vlmcompress.quantization.calibrate import calibrate
 from vlmcompress.quantization.calibration import block_clip, block_inputs
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.run import quantize
 from vlmcompress.quantization.schemes import qvlm
 from vlmcompress.recipe import resolve
-from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 
 FAMILIES = (
@@ -88,13 +86,13 @@ def test_against_every_combination(world, monkeypatch):
     assert len(blocks) == 2
     groups = [group for block_groups in blocks for group in block_groups]
     before = {name: value.clone() for name, value in vlm.model.state_dict().items()}
-    searched = block_clip.search_ranges(vlm, blocks, batches, QuantMethod(qvlm, options))
+    searched = block_clip.search_ranges(vlm, blocks, batches, QuantMethod(qvlm.SCHEME, options))
     assert all(torch.equal(before[name], value) for name, value in vlm.model.state_dict().items())
     targets = outputs(vlm, modules[-1], batches)
     rounded = {}
     for group, percentile in itertools.product(groups, (1.0, 0.9)):
         for name in group.linears:
-            w, fmt = before[f"{name}.weight"], qvlm.scheme(options).weights
+            w, fmt = before[f"{name}.weight"], qvlm.SCHEME.scheme(options).weights
             ratio = torch.quantile(w.abs().unflatten(1, (-1, 64)), percentile, dim=-1)
             ratio = ratio / w.abs().unflatten(1, (-1, 64)).amax(-1)
             rounded[name, percentile] = fake_quantize(w, *find_params(w, fmt, ratio=ratio), fmt)
@@ -130,9 +128,6 @@ def test_a_checkpoint_with_searched_ranges(world, tmp_path):
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "rtn")]
     assert files[0] == files[1] and files[0] != files[2]
     assert not [check for check in doctor.diagnose(tmp_path / "a", source=world / "llava") if not check.ok]
-    calibrate(recipe(tmp_path / "stats", "none", {}, data=str(world / "calib.jsonl"), samples=3), needs=("gram",))
-    with pytest.raises(UserError, match="searches with the model itself, over several blocks; leave out"):
-        quantize(recipe(tmp_path / "c", stats=str(tmp_path / "stats")))
 
 
 @torch.no_grad()
@@ -140,9 +135,12 @@ def test_groups_with_a_width_of_their_own(world):
     """Ranges are searched in each group's own format, and groups that are quantized in another way keep theirs."""
     vlm, _, batches = loaded(world, "llava")
     options, other = qvlm.Options(bits=4, group_size=64), SCHEMES.get("int8")
-    others = {(0, "qkv"): QuantMethod(qvlm, replace(options, bits=2)), (1, "down"): QuantMethod(other, other.Options())}
+    others = {
+        (0, "qkv"): QuantMethod(qvlm.SCHEME, replace(options, bits=2)),
+        (1, "down"): QuantMethod(other, other.OPTIONS()),
+    }
     searched = block_clip.search_ranges(
-        vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm, options, others)
+        vlm, decoder_blocks(vlm.model, vlm.spec), batches[:1], QuantMethod(qvlm.SCHEME, options, others)
     )
     assert searched.others[1, "down"] == others[1, "down"]
     widths = {key: method.options.bits for key, method in searched.others.items() if key != (1, "down")}

@@ -149,7 +149,7 @@ def test_finds_what_the_published_formulas_find(vlm, batches, case, monkeypatch)
     options, blocks = mbq.Options(**PUBLISHED[case]), decoder_blocks(vlm.model, vlm.spec)
     known_sensitivities = sensitivities(blocks)
     before = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
-    searched = block_search.search_blocks(vlm, blocks, batches, QuantMethod(mbq, options), known_sensitivities)
+    searched = block_search.search_blocks(vlm, blocks, batches, QuantMethod(mbq.SCHEME, options), known_sensitivities)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vlm.model.state_dict().items()), (
         "model was changed"
     )

@@ -11,7 +11,7 @@ import torch
 from tests.kit.batched_samples import samples, wide
 from vlmcompress.models import VLM, Expert, decoder_blocks
 from vlmcompress.models.data import encode
-from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS
 from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.routed import routed_to_all
@@ -74,7 +74,7 @@ def test_statistics_are_those_of_the_whole_model(family, loaded, prefix):
     assert any(len({batches[i]["modality"].shape[1] for i in bucket}) > 1 for bucket in buckets), "no batch has padding"
     with routed_to_all(vlm.model):
         expected = inputs(vlm, batches)
-    same(vlm, batches, CaptureSpec(STORABLE, prefix, all_experts=True), expected)
+    same(vlm, batches, CaptureSpec(STATISTICS, prefix, all_experts=True), expected)
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen3_vl"])
@@ -82,7 +82,7 @@ def test_statistics_are_those_of_the_reduced_model(model, loaded):
     vlm = wide(loaded(model))
     rows = reduced(vlm, encode(samples(), vlm), parse_reducer("uniform:0.5"))
     after = decoder(vlm)
-    same(after, rows, CaptureSpec(STORABLE), inputs(after, rows))
+    same(after, rows, CaptureSpec(STATISTICS), inputs(after, rows))
 
 
 @pytest.mark.parametrize("model_name", ["llava", "qwen3_vl", "lfm2_vl"])
@@ -92,7 +92,7 @@ def test_the_new_output_of_a_changed_block_is_passed_on(model_name, loaded):
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     first = next(layer for layer, groups in enumerate(blocks) if groups)
-    spec = CaptureSpec(STORABLE, "blocks")
+    spec = CaptureSpec(STATISTICS, "blocks")
     for layer, captured in capture_blocks(vlm, blocks, batches, spec, finished=lambda layer: layer == first):
         assert (captured is None) is (layer == first)
         if captured is not None:
@@ -112,7 +112,7 @@ def test_held_out_samples(model_name, loaded):
     """Errors are those on the held-out samples' inputs, of an expert on those routed to it, and no sum is changed by them."""
     vlm = wide(loaded(model_name))
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
-    spec, expected = CaptureSpec(STORABLE), inputs(vlm, batches[-2:])
+    spec, expected = CaptureSpec(STATISTICS), inputs(vlm, batches[-2:])
     alone = [captured for _, captured in capture_blocks(vlm, blocks, batches[:-2], spec)]
     captures = capture_blocks(vlm, blocks, batches, replace(spec, held_out=2))
     layers = [layer for layer, groups in enumerate(blocks) if groups]
@@ -171,9 +171,9 @@ def test_one_bad_sample_in_a_batch_is_named(loaded, prefix):
     batches[bad] = {**batches[bad], "pixel_values": batches[bad]["pixel_values"].clone()}
     batches[bad]["pixel_values"][0, 0, 0, 0] = float("nan")
     with pytest.raises(UserError, match=f"layers.0.self_attn.q_proj, calibration sample {bad}: .* NaN or Inf"):
-        list(capture_blocks(vlm, blocks, batches, CaptureSpec(STORABLE, prefix)))
+        list(capture_blocks(vlm, blocks, batches, CaptureSpec(STATISTICS, prefix)))
     batches[bad]["modality"] = torch.zeros_like(batches[bad]["modality"])
-    assert all(captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(STORABLE, prefix)))
+    assert all(captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(STATISTICS, prefix)))
 
 
 def test_the_model_is_left_as_it_was(loaded):
@@ -183,5 +183,5 @@ def test_the_model_is_left_as_it_was(loaded):
     before = dict(vlm.model.named_modules())
     with pytest.raises(ValueError, match="image size"):
         wrong = {**batches[0], "pixel_values": torch.zeros(1, 3, 5, 5)}
-        list(capture_blocks(vlm, blocks, [wrong], CaptureSpec(STORABLE, "blocks")))
+        list(capture_blocks(vlm, blocks, [wrong], CaptureSpec(STATISTICS, "blocks")))
     assert list(before.values()) == list(vlm.model.modules())

@@ -1,4 +1,4 @@
-"""Entropies of a block's input against slow readings of the papers' formulas, and as `calibrate` collects them."""
+"""Entropies of a block's input against slow readings of the papers' formulas, and as an allocation of bits collects them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.kit import calibration_rows, tiny
-from tests.kit.work import begun
 from vlmcompress import models
 from vlmcompress.models import decoder_blocks
 from vlmcompress.models.data import encode, load_samples
 from vlmcompress.models.devices import float_products
-from vlmcompress.quantization.calibrate import calibrate, collect
-from vlmcompress.quantization.calibration import statistics_folder
+from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibration.entropy import cluster_entropy, conditional_entropy
 from vlmcompress.quantization.inputs import Inputs
+from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.recipe import resolve
+from vlmcompress.utils.progress import silent
 
 SAMPLES = 12
 """Enough for more tokens that differ than there are clusters: with fewer, how equal tokens are shared out is chance."""
@@ -35,7 +35,16 @@ def world(tmp_path_factory):
 
 def recipe(world, out):
     calib = {"data": str(world / "calib.jsonl"), "samples": SAMPLES}
-    return resolve({"model": str(world / "llava"), "out": str(out), "scheme": "none", "calibrate": calib}).recipe
+    return resolve(
+        {
+            "model": str(world / "llava"),
+            "out": str(out),
+            "scheme": "gptq",
+            "calibrate": calib,
+            "options": {"group_size": 32},
+            "bits": {"budget": 3.9, "by": "luq"},
+        }
+    ).recipe
 
 
 def entropy(counts) -> float:
@@ -104,19 +113,19 @@ def test_knowing_the_previous_block_lowers_the_entropy():
     assert math.isfinite(conditional_entropy(torch.zeros(9, 2), torch.ones(9, 2)))
 
 
-def test_calibrate_measures_the_plain_model(world, tmp_path):
+def test_an_allocation_measures_the_plain_model(world, tmp_path):
     """The values are those of inputs that hooks catch while the whole model runs, sample by sample, padding left out."""
-    calibrate(recipe(world, tmp_path / "stats"), needs=("absmax", "entropy"))
-    facts = statistics_folder.read_statistics(tmp_path / "stats").facts
-    assert facts["needs"] == ["absmax", "entropy"]
+    planned = make_plan(recipe(world, tmp_path / "out"))
     vlm = models.load(world / "llava")
+    batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
+    facts = allocate._predicted(planned, Inputs(vlm, batches, {}), None, 0, silent)
     vlm.model.set_attn_implementation("eager")
     captured: list[list[torch.Tensor]] = [[] for _ in decoder_blocks(vlm.model, vlm.spec)]
     for rows, groups in zip(captured, decoder_blocks(vlm.model, vlm.spec), strict=True):
         norm = vlm.model.get_submodule(groups[0].smooth)
         assert groups[0].smooth.endswith("input_layernorm")
         norm.register_forward_hook(lambda _module, _args, out, rows=rows: rows.append(out[0].float()))
-    for batch in encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm):
+    for batch in batches:
         with torch.no_grad(), float_products(vlm.model):  # as calibration does on a processor without BF16: see there
             vlm.model(**{key: value for key, value in batch.items() if key != "modality"})
         for rows in captured:
@@ -130,22 +139,3 @@ def test_calibrate_measures_the_plain_model(world, tmp_path):
         assert min(other) - 0.03 <= value <= max(other) + 0.03
     expected = [conditional_entropy(a, b) for a, b in zip([None, *inputs[:-1]], inputs, strict=True)]
     assert facts["entropy"]["qvlm"] == pytest.approx(expected, abs=0.01)
-
-
-def test_an_interrupted_run_measures_only_the_rest(world, tmp_path, monkeypatch):
-    """Blocks on disk keep their values, the next one is still compared with the block before it."""
-    calibrate(recipe(world, tmp_path / "whole"), needs=("absmax", "entropy"))
-    expected = statistics_folder.read_statistics(tmp_path / "whole").facts["entropy"]
-    vlm = models.load(world / "llava")
-    work = begun(tmp_path / "store")
-    work.write_note("entropy", {0: {"luq": -1.0, "qvlm": -1.0}})
-    batches = encode(load_samples(world / "calib.jsonl", samples=SAMPLES, seed=0), vlm)
-    inputs, blocks = Inputs(vlm, batches, None), decoder_blocks(vlm.model, vlm.spec)
-    collect(recipe(world, tmp_path / "out"), inputs, blocks, work, frozenset({"absmax", "entropy"}))
-    entropies = {int(layer): bits for layer, bits in work.read_note("entropy").items()}
-    assert entropies[0] == {"luq": -1.0, "qvlm": -1.0}
-    assert [entropies[i]["qvlm"] for i in range(1, len(entropies))] == expected["qvlm"][1:]
-    assert [entropies[i]["luq"] for i in range(1, len(entropies))] == expected["luq"][1:]
-    monkeypatch.setattr("vlmcompress.quantization.calibration.capture.capture_blocks", None)
-    # nothing is left to run
-    collect(recipe(world, tmp_path / "out"), inputs, blocks, work, frozenset({"absmax", "entropy"}))

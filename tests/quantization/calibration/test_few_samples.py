@@ -1,4 +1,4 @@
-"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, said, and still better than rounding."""
+"""Calibration with next to no data: GPTQ's Gram matrix is singular. It is damped, reported, and still better than rounding."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_one_sample_is_more_than_rounding_to_nearest():
     torch.manual_seed(0)
     weight, x = torch.randn(64, 128), torch.randn(1, 128)
     options = gptq.Options(group_size=32)
-    solution = solve(gptq, [weight], stats(x), options, torch.float32)
-    rounded = numerics.round_to_nearest(weight, gptq.scheme(options).weights)
+    solution = solve(gptq.SCHEME, [weight], stats(x), options, torch.float32)
+    rounded = numerics.round_to_nearest(weight, gptq.SCHEME.scheme(options).weights)
     error, plain = (
         ((q.dequantize(torch.float32) - weight) @ x.T).square().sum() for q in (solution.weights[0], rounded)
     )
@@ -68,19 +68,23 @@ def test_a_balance_counts_the_tokens_that_have_weight():
     stats = collector.finish()
     weight, plain = torch.randn(32, 64), gptq.Options(group_size=32)
     answers = gptq.Options(group_size=32, balance={"text": 0, "vision": 0, "answer": 1})
-    assert not solve(gptq, [weight], stats, plain, torch.float32).warnings
-    assert [d for _, d in solve(gptq, [weight], stats, answers, torch.float32).warnings] == ["10 tokens, 64 inputs"]
+    assert not solve(gptq.SCHEME, [weight], stats, plain, torch.float32).warnings
+    assert [d for _, d in solve(gptq.SCHEME, [weight], stats, answers, torch.float32).warnings] == [
+        "10 tokens, 64 inputs"
+    ]
 
 
 def test_inputs_that_are_always_zero_need_no_tokens():
     x = torch.cat([torch.randn(40, 32), torch.zeros(40, 32)], 1)
-    assert not solve(gptq, [torch.randn(32, 64)], stats(x), gptq.Options(group_size=32), torch.float32).warnings
+    assert not solve(gptq.SCHEME, [torch.randn(32, 64)], stats(x), gptq.Options(group_size=32), torch.float32).warnings
 
 
-def test_more_damping_than_asked_for():
-    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are told."""
+def test_more_damping_than_requested():
+    """With next to none a singular matrix can't be factorized: ten times more until it can, and both facts are reported."""
     x = torch.randn(8, 128).repeat(100, 1)  # rank 8, though tokens are many
-    solution = solve(gptq, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32)
+    solution = solve(
+        gptq.SCHEME, [torch.randn(32, 128)], stats(x), gptq.Options(group_size=32, damp=1e-12), torch.float32
+    )
     ((what, detail),) = solution.warnings
     assert "could not factorize" in what and detail.endswith("instead of 1e-12") and float(detail.split()[0]) > 1e-12
 

@@ -119,7 +119,7 @@ def test_memory_changes_nothing(model, float32):
 
 
 def test_tokens_at_a_time_change_nothing(float32, monkeypatch):
-    """The output head gets two answer tokens of each sample at a time, or all. Its own number of tokens says so."""
+    """The output head gets two answer tokens of each sample at a time, or all. Its own number of tokens shows it."""
     vlm, batches = float32("llava")
     calls: list[int] = []
     hook = vlm.model.lm_head.register_forward_hook(
@@ -158,7 +158,7 @@ def test_memory_of_the_graph_is_bounded(float32, monkeypatch):
 
 
 def test_finite_differences(float32):
-    """A step in an output changes the loss by what the gradient says: the squares of all channels of one token, added up."""
+    """A step in an output changes the loss by the gradient: the squares of all channels of one token, added up."""
     vlm, batches = float32("llava")
     vlm.model.double()
     batch, name, token, step, total = batches[2], decoder_blocks(vlm.model, vlm.spec)[0][0].linears[1], 3, 0.02, 0.0

@@ -9,7 +9,7 @@ from tests.kit.quant_data import inputs, weight
 from vlmcompress.numerics import ActFormat, round_activations
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.collect import Collector
-from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE, GroupStats
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS, GroupStats
 from vlmcompress.quantization import schemes
 from vlmcompress.quantization.calibration.predict import Predictor, evenly, input_noise
 from vlmcompress.quantization.schemes import REGISTRY
@@ -21,7 +21,7 @@ SQUARES = {"text": 0.3, "vision": 0.01, "answer": 2.0}
 def observed(seed: int = 0) -> tuple[dict[str, torch.Tensor], GroupStats]:
     """Inputs by modality, of different covariance, and their statistics."""
     parts = {name: inputs(WIDTH, 100 + 80 * i, seed=seed + i) for i, name in enumerate(MODALITIES)}
-    collector = Collector(WIDTH, STORABLE)
+    collector = Collector(WIDTH, STATISTICS)
     for code, x in enumerate(parts.values(), start=1):
         collector.add(x, torch.full((len(x),), code))
     return parts, collector.finish()
@@ -52,7 +52,7 @@ def test_all_rows_give_the_exact_second_order_loss(name, bits):
     parts, stats = observed()
     weights = [weight(24, WIDTH, 1), weight(16, WIDTH, 2)]
     squares = [SQUARES, {"text": 1.0, "vision": 0.5, "answer": 0.1}]
-    options = REGISTRY.get(name).Options(bits=bits, group_size=32)
+    options = REGISTRY.get(name).OPTIONS(bits=bits, group_size=32)
     predictor = Predictor(weights, stats, squares, rows=40)
     expected = second_order(parts, finished(name, options, weights, stats), squares)
     assert predictor.error(REGISTRY.get(name), options) == pytest.approx(expected, rel=1e-3)
@@ -62,7 +62,7 @@ def test_without_gradients_errors_are_relative_to_the_balanced_output():
     parts, stats = observed()
     weights = [weight(24, WIDTH, 1), 100 * weight(24, WIDTH, 1)]
     rtn = REGISTRY.get("rtn")
-    options = rtn.Options(bits=3, group_size=32)
+    options = rtn.OPTIONS(bits=3, group_size=32)
     dw = finished("rtn", options, weights, stats)[0].double()
     off = torch.cat(list(parts.values())).double()
     expected = ((off @ dw.T).square().sum() / (off @ weights[0].double().T).square().sum()).item()
@@ -85,7 +85,7 @@ def test_predictions_from_few_rows_rank_finished_groups(name):
         squares = [{m: value * (1 + seed) for m, value in SQUARES.items()}]
         predictor = Predictor(weights, stats, squares, rows=48)
         for bits in (2, 3, 4, 8):
-            options = module.Options(bits=bits, group_size=32)
+            options = module.OPTIONS(bits=bits, group_size=32)
             real.append(second_order(parts, finished(name, options, weights, stats), squares))
             predicted.append(predictor.error(module, options))
     ranks = [torch.tensor(values).argsort().argsort().double() for values in (real, predicted)]
@@ -100,8 +100,8 @@ def test_error_feedback_is_predicted_and_shared():
     weights, gptq, rtn = [weight(64, WIDTH)], REGISTRY.get("gptq"), REGISTRY.get("rtn")
     predictor = Predictor(weights, stats, [SQUARES], rows=64)
     for bits in (3, 4, 8):
-        fed = predictor.error(gptq, gptq.Options(bits=bits, group_size=32))
-        assert fed < 0.7 * predictor.error(rtn, rtn.Options(bits=bits, group_size=32))
+        fed = predictor.error(gptq, gptq.OPTIONS(bits=bits, group_size=32))
+        assert fed < 0.7 * predictor.error(rtn, rtn.OPTIONS(bits=bits, group_size=32))
     assert len(predictor._prepared) == 1
 
 
@@ -118,7 +118,7 @@ def test_what_methods_share_changes_no_prediction(squares):
         methods += [("awq", {"group_size": 32, "balance": balance}), ("int8", {"balance": balance})]
     for name, options in methods:
         module = REGISTRY.get(name)
-        scheme_options, rows, used = module.Options(**options), predictor.rows, stats
+        scheme_options, rows, used = module.OPTIONS(**options), predictor.rows, stats
         scale = schemes.smooth(module, rows, stats, scheme_options).scale
         if scale is not None:
             rows, used = [row * scale for row in rows], stats.rescaled(scale)
@@ -147,8 +147,8 @@ def test_eight_bit_activations_cost_more_than_weights_alone():
     _, stats = observed()
     predictor = Predictor([weight(64, WIDTH)], stats, [SQUARES])
     fp8, wide = REGISTRY.get("fp8"), REGISTRY.get("w8a16")
-    assert predictor.error(fp8, fp8.Options()) > predictor.error(wide, wide.Options())
-    assert predictor.error(REGISTRY.get("none"), REGISTRY.get("none").Options()) == 0
+    assert predictor.error(fp8, fp8.OPTIONS()) > predictor.error(wide, wide.OPTIONS())
+    assert predictor.error(REGISTRY.get("none"), REGISTRY.get("none").OPTIONS()) == 0
 
 
 def test_modalities_without_gradient_weigh_nothing():
@@ -158,8 +158,8 @@ def test_modalities_without_gradient_weigh_nothing():
         [weight(16, WIDTH), weight(16, WIDTH, 3)], stats, [dict.fromkeys(MODALITIES, 0.0), {"answer": 1.0}]
     )
     alone = Predictor([weight(16, WIDTH, 3)], stats, [{"answer": 1.0}])
-    assert predictor.error(gptq, gptq.Options(bits=3)) == pytest.approx(
-        alone.error(gptq, gptq.Options(bits=3)), rel=1e-5
+    assert predictor.error(gptq, gptq.OPTIONS(bits=3)) == pytest.approx(
+        alone.error(gptq, gptq.OPTIONS(bits=3)), rel=1e-5
     )
 
 

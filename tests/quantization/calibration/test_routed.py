@@ -8,7 +8,7 @@ import torch
 from tests.kit.batched_samples import samples, wide
 from vlmcompress.models import decoder_blocks
 from vlmcompress.models.data import encode
-from vlmcompress.numerics.statistics.inputs import MODALITIES, STORABLE
+from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.routed import mixtures, routed_to_all
 
@@ -36,7 +36,7 @@ def given(vlm, batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def observed(vlm, batches, **options) -> dict:
     """(expert, kind of its group) -> statistics."""
     blocks = decoder_blocks(vlm.model, vlm.spec)
-    captures = [captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(STORABLE, **options))]
+    captures = [captured for _, captured in capture_blocks(vlm, blocks, batches, CaptureSpec(STATISTICS, **options))]
     groups = [(block, group) for block, groups in enumerate(blocks) for group in groups if group.expert is not None]
     return {(group.expert, group.kind): captures[block].stats[group.name] for block, group in groups}
 

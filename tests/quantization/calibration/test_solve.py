@@ -68,7 +68,7 @@ def observe(block: Block, x: Tensor, needs: frozenset[str]) -> dict[str, GroupSt
 
 def solve(block: Block, scheme: str, x: Tensor, **options):
     module = schemes.REGISTRY.get(scheme)
-    method = QuantMethod(module, module.Options(**options))
+    method = QuantMethod(module, module.OPTIONS(**options))
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     norms = {"norm": block.norm.weight}
     stats = observe(block, x, method.needs.statistics)
@@ -84,7 +84,7 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
     block.norm.weight.data = weight.float() + offset
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
     module = schemes.REGISTRY.get(scheme)
-    method = QuantMethod(module, module.Options())
+    method = QuantMethod(module, module.OPTIONS())
     stats = observe(block, x, method.needs.statistics)
     result = solve_block(
         [GATE_UP, DOWN], weights, stats, method, torch.float32, norms={"norm": weight}, norm_offset=offset
@@ -100,7 +100,7 @@ def test_weights_are_multiplied_by_what_the_norm_was_divided_by(block, scheme, o
 
 def test_broken_statistics_name_the_layer(block):
     module = schemes.REGISTRY.get("awq")
-    method = QuantMethod(module, module.Options())
+    method = QuantMethod(module, module.OPTIONS())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     stats["down"]._pending["text"][3, 3] = float("inf")
     weights = {name: getattr(block, name).weight for name in ("gate", "up", "down")}
@@ -157,7 +157,7 @@ def test_inputs_stay_as_they_are(block):
 def test_no_folding_into_a_layer_that_is_left_alone(block):
     """`up` is skipped, so `down` must not be smoothed: nothing could take the scale in."""
     module = schemes.REGISTRY.get("awq")
-    method = QuantMethod(module, module.Options())
+    method = QuantMethod(module, module.OPTIONS())
     stats = observe(block, torch.randn(TOKENS, WIDTH), method.needs.statistics)
     result = solve_block([DOWN], {"down": block.down.weight}, stats, method, torch.float32)
     assert result.smoothing == {}
@@ -166,7 +166,7 @@ def test_no_folding_into_a_layer_that_is_left_alone(block):
 
 def test_without_data_the_error_is_that_of_the_weight(block):
     module = schemes.REGISTRY.get("rtn")
-    result = solve_block([DOWN], {"down": block.down.weight}, {}, QuantMethod(module, module.Options()), torch.float32)
+    result = solve_block([DOWN], {"down": block.down.weight}, {}, QuantMethod(module, module.OPTIONS()), torch.float32)
     difference = result.weights["down"].dequantize(torch.float32) - block.down.weight
     expected = difference.square().sum() / block.down.weight.square().sum()
     assert result.errors["down"] == {"weight": pytest.approx(expected.item(), rel=1e-4)}
@@ -175,7 +175,7 @@ def test_without_data_the_error_is_that_of_the_weight(block):
 def test_a_group_can_have_a_method_of_its_own(block):
     """Oracle: each group solved in a run in which all groups have its method; here nothing is smoothed."""
     gptq, rtn = (schemes.REGISTRY.get(name) for name in ("gptq", "rtn"))
-    four, two = QuantMethod(gptq, gptq.Options(group_size=64)), QuantMethod(rtn, rtn.Options(bits=2, group_size=32))
+    four, two = QuantMethod(gptq, gptq.OPTIONS(group_size=64)), QuantMethod(rtn, rtn.OPTIONS(bits=2, group_size=32))
     mixed = QuantMethod(gptq, four.options, others={(0, "down"): two})
     x = torch.randn(TOKENS, WIDTH)
     weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -189,6 +189,6 @@ def test_a_group_can_have_a_method_of_its_own(block):
         assert mixed_result.weights[name].format == expected.weights[name].format
     assert mixed.of(DOWN).scheme == two.scheme and mixed.of(GATE_UP).scheme == four.scheme
     assert mixed.needs.statistics == {"gram"} and two.needs == Needs()
-    weighed = QuantMethod(gptq, gptq.Options(balance="mbq"))
+    weighed = QuantMethod(gptq, gptq.OPTIONS(balance="mbq"))
     assert weighed.needs == Needs(frozenset({"gram", "gradient"}))
     assert QuantMethod(rtn, two.options, {(0, "down"): weighed}).needs == weighed.needs

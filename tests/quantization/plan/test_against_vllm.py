@@ -20,9 +20,9 @@ from tests.kit import tiny
 from tests.kit.tiny import qwen3_vl
 from tests.kit.tiny._text import GQA
 from tests.kit.tiny.qwen2_5_vl import TOKEN_IDS
-from vlmcompress.engines.vllm import cache_pool, environment, interpreter, served_model
+from vlmcompress.engines.vllm import environment, interpreter, served_model
 from vlmcompress.engines.vllm.served_model import read_served_model
-from vlmcompress.evaluation.capacity import weight_bytes
+from vlmcompress.evaluation.capacity import cache_pool, weight_bytes
 from vlmcompress.models import quiet_transformers
 from vlmcompress.recipe.targets import get_target
 

@@ -64,7 +64,7 @@ def test_sizes_are_those_of_the_written_checkpoint(models, tmp_path, name, setti
 
 
 def test_a_scheme_gives_groups_to_another(models):
-    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were asked for itself."""
+    """MLPs but those of the last block are NVFP4; what another scheme gets is refused as if it were the recipe's scheme."""
     keys = {"scheme": "nvfp4", "options": {"last": 1}}
     result = make_plan(recipe(models["llava"], **keys), strict=False)
     formats = {(row.group, row.format): row.blocks for row in result.rows}
@@ -171,10 +171,6 @@ def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
     source = tiny.build("qwen3-vl-moe", tmp_path / "source")
     with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
         make_plan(recipe(source, scheme="mbq"))
-    with pytest.raises(
-        UserError, match="scheme 'qronos' compares tokens .* which route them to different experts; use gptq"
-    ):
-        make_plan(recipe(source, scheme="qronos"))
     assert make_plan(recipe(source, scheme="awq")).needs_data
 
 
@@ -201,7 +197,7 @@ def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
 
 
 def test_target_limits_are_checked(models):
-    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is asked directly."""
+    """The CPU kernel wants sides that are multiples of 32; group 33 would also not divide, so the limit is called directly."""
     problem = make_plan(recipe(models["llava"], scheme="awq", target="cpu"), strict=False).problems
     assert problem == []
 
@@ -211,7 +207,6 @@ def test_calibration_need_and_memory(models):
     larger = make_plan(recipe(models["llava"], scheme="gptq", calibrate={"samples": 256}))
     assert not free.needs_data and calibrated.needs_data
     assert free.peak_bytes < calibrated.peak_bytes < larger.peak_bytes
-    assert calibrated.peak_bytes < make_plan(recipe(models["llava"], scheme="qronos")).peak_bytes
     assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
 

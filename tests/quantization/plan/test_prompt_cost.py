@@ -1,4 +1,4 @@
-"""What `check --image-size` says, against the model run on a real image: cache, work and counts."""
+"""The output of `check --image-size`, against the model run on a real image: cache, work and counts."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def attention(blocks: list[Block], lengths: list[int]) -> int:
     return total
 
 
+@pytest.mark.representatives
 @pytest.mark.parametrize("name", REGISTRY.names())
 @pytest.mark.parametrize("images", [1, 2])
 def test_the_prompt_of_every_family(name, images):

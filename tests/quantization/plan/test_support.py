@@ -1,4 +1,4 @@
-"""What `check MODEL` says of a model without a recipe."""
+"""The output of `check MODEL` for a model without a recipe."""
 
 from __future__ import annotations
 

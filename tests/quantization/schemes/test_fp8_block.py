@@ -14,7 +14,7 @@ from vlmcompress.export.stored import Stored
 from vlmcompress.numerics import _rounding, round_to_nearest
 from vlmcompress.quantization.schemes import fp8_block
 
-FORMAT = fp8_block.scheme(fp8_block.Options()).weights
+FORMAT = fp8_block.SCHEME.scheme(fp8_block.Options()).weights
 
 
 def test_a_loop_over_blocks():

@@ -59,7 +59,7 @@ def test_the_loss_without_a_modality():
 def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
     """Oracle: `mean_answer(D^2) + rho mean_vision(D^2)` of each candidate from the activations, over a group of two layers."""
     parts, options = tokens(), mbq.Options(group_size=32, symmetric=symmetric)
-    weights, fmt = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)], mbq.scheme(options).weights
+    weights, fmt = [weight(40, WIDTH, 0), weight(24, WIDTH, 1)], mbq.SCHEME.scheme(options).weights
     pooled = torch.cat(list(parts.values())).abs().mean(0)
     scales, sums = mbq.candidates(pooled, options.grid), []
     gram = measured(rho).balanced("mbq").gram()
@@ -74,36 +74,36 @@ def test_gram_form_minimizes_the_squared_error_form(rho, symmetric):
         sums.append(total)
     best = min(range(len(scales)), key=sums.__getitem__)
     assert best > 0 or rho < 0.1, "the test needs inputs on which scaling pays"
-    chosen = smooth(mbq, weights, measured(rho), options).scale
+    chosen = smooth(mbq.SCHEME, weights, measured(rho), options).scale
     torch.testing.assert_close(scales[0] if chosen is None else chosen, scales[best])
 
 
 def test_rho_decides():
     """Visual and answer tokens have other large channels, so extreme weights choose otherwise."""
     weights, options = [weight(40, WIDTH)], mbq.Options(bits=3, group_size=32)
-    few, many = (smooth(mbq, weights, measured(rho), options).scale for rho in (1e-4, 1e4))
+    few, many = (smooth(mbq.SCHEME, weights, measured(rho), options).scale for rho in (1e-4, 1e4))
     assert not torch.equal(few, many)
 
 
 def test_weights_are_rounded_to_nearest():
     """No clipping and no error feedback after the search."""
     w, options = weight(40, WIDTH), mbq.Options(group_size=32)
-    quantized = solve(mbq, [w], measured(0.5), options, torch.bfloat16).weights[0]
-    plain = round_to_nearest(w, mbq.scheme(options).weights, scale_dtype=torch.bfloat16)
+    quantized = solve(mbq.SCHEME, [w], measured(0.5), options, torch.bfloat16).weights[0]
+    plain = round_to_nearest(w, mbq.SCHEME.scheme(options).weights, scale_dtype=torch.bfloat16)
     assert torch.equal(quantized.q, plain.q) and torch.equal(quantized.scale, plain.scale)
 
 
 def test_needs_gradients():
-    assert "gradient" in QuantMethod(mbq, mbq.Options()).needs.statistics
+    assert "gradient" in QuantMethod(mbq.SCHEME, mbq.Options()).needs.statistics
     with pytest.raises(ValueError, match="gradient"):
-        smooth(mbq, [weight(8, WIDTH)], collected(tokens()), mbq.Options(group_size=32))
+        smooth(mbq.SCHEME, [weight(8, WIDTH)], collected(tokens()), mbq.Options(group_size=32))
 
 
 def test_defaults_are_the_published_ones():
     wide, narrow = mbq.Options(), mbq.Options(activations=8)
     assert (wide.group_size, wide.symmetric, wide.grid, wide.objective) == (128, False, 20, "mae")
     assert (narrow.group_size, narrow.symmetric, narrow.bits, narrow.objective) == (-1, True, 4, "mae")
-    assert mbq.scheme(narrow).activations.bits == 8 and mbq.scheme(wide).activations is None
+    assert mbq.SCHEME.scheme(narrow).activations.bits == 8 and mbq.SCHEME.scheme(wide).activations is None
 
 
 @pytest.mark.parametrize(

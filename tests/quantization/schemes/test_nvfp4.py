@@ -15,11 +15,11 @@ PURE = {"mixed": False}
 def effective(w: torch.Tensor, x: torch.Tensor, **options) -> torch.Tensor:
     """The weight that one layer has in effect, smoothing undone."""
     chosen, stats = nvfp4.Options(**PURE, **options), statistics(x)
-    smoothing = smooth(nvfp4, [w], stats, chosen)
+    smoothing = smooth(nvfp4.SCHEME, [w], stats, chosen)
     s = smoothing.scale
     if s is not None:
         w, stats = w * s, stats.rescaled(s)
-    (quantized,) = solve(nvfp4, [w], stats, chosen, torch.bfloat16, smoothing.factorization).weights
+    (quantized,) = solve(nvfp4.SCHEME, [w], stats, chosen, torch.bfloat16, smoothing.factorization).weights
     return quantized.dequantize(torch.float32) / (1 if s is None else s)
 
 
@@ -30,11 +30,12 @@ def test_mixed_gives_nvfp4_to_mlps_but_the_last(layers, last, fp8):
     options = nvfp4.Options(last=last)
     for layer in range(layers):
         chosen = {
-            name: nvfp4.other(name, layer, layers, options) for name in ("qkv", "o", "conv_in", "gate_up", "down")
+            name: nvfp4.SCHEME.other(name, layer, layers, options)
+            for name in ("qkv", "o", "conv_in", "gate_up", "down")
         }
         assert chosen.pop("qkv") == chosen.pop("o") == chosen.pop("conv_in") == ("fp8", {})
         assert set(map(str, chosen.values())) == {str(("fp8", {})) if layer >= layers - fp8 else "None"}
-    assert nvfp4.other("qkv", 0, layers, nvfp4.Options(**PURE)) is None
+    assert nvfp4.SCHEME.other("qkv", 0, layers, nvfp4.Options(**PURE)) is None
 
 
 @pytest.mark.parametrize("rounding", ["rtn", "gptq", "awq"])
@@ -42,7 +43,7 @@ def test_a_group_shares_one_global_scale(rounding):
     """It is that of all weights as one matrix, although one layer is ten times smaller."""
     x, weights = inputs(128), [weight(24, 128), 0.1 * weight(40, 128, 1)]
     stats = statistics(x)
-    quantized = solve(nvfp4, weights, stats, nvfp4.Options(rounding=rounding), torch.bfloat16).weights
+    quantized = solve(nvfp4.SCHEME, weights, stats, nvfp4.Options(rounding=rounding), torch.bfloat16).weights
     assert all(torch.equal(q.global_scale, find_global_scale([torch.cat(weights)])) for q in quantized)
     for q, w in zip(quantized, weights, strict=True):
         assert output_error(x, q.dequantize(torch.float32), w) < 0.02 * (x @ w.T).square().sum()
@@ -83,14 +84,14 @@ def test_the_steps_around_feedback_lower_the_error():
     error = {name: output_error(x, effective(w, x, rounding="gptq", **step), w) for name, step in steps.items()}
     assert max(error["smooth"], error["clip"], error["sweeps"]) < 0.98 * error["plain"]
     assert error["all"] < min(error["smooth"], error["clip"], error["sweeps"])
-    assert nvfp4.needs(nvfp4.Options(smooth="awq")).statistics == {"gram", "absmean", "absmax"}
+    assert nvfp4.SCHEME.needs(nvfp4.Options(smooth="awq")).statistics == {"gram", "absmean", "absmax"}
 
 
 def test_the_sketch_predicts_feedback():
     x, w = inputs(256, tokens=2000), weight(96, 256)
     options, stats = nvfp4.Options(**PURE), statistics(x)
-    real = nvfp4.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
-    guess = w + nvfp4.sketch(w, stats, options, torch.bfloat16)
+    real = nvfp4.SCHEME.quantize(w, stats, options, torch.bfloat16).dequantize(torch.float32)
+    guess = w + nvfp4.SCHEME.sketch(w, stats, options, torch.bfloat16)
     assert output_error(x, guess, w) == pytest.approx(output_error(x, real, w), rel=0.3)
 
 
@@ -98,14 +99,14 @@ def test_the_input_scale_covers_every_modality():
     """The largest input of all, whatever the balance, over the smoothing scale."""
     x, s = inputs(128), torch.linspace(0.5, 2, 128)
     stats, options = statistics(x).rescaled(s), nvfp4.Options(balance={"text": 1.0, "vision": 0.0, "answer": 0.0})
-    (scale,) = {float(solve(nvfp4, [weight(24, 128)], stats, options, torch.bfloat16).input_scale)}
+    (scale,) = {float(solve(nvfp4.SCHEME, [weight(24, 128)], stats, options, torch.bfloat16).input_scale)}
     assert scale == pytest.approx(448 * 6 / float((x / s).abs().max()), rel=1e-5)
-    assert nvfp4.input_scale(stats, nvfp4.Options(activations=16)) is None
+    assert nvfp4.SCHEME.input_scale(stats, nvfp4.Options(activations=16)) is None
 
 
 def test_statistics_that_are_read_depend_on_the_options():
     read = {
-        (a, r): set(nvfp4.needs(nvfp4.Options(activations=a, rounding=r)).statistics)
+        (a, r): set(nvfp4.SCHEME.needs(nvfp4.Options(activations=a, rounding=r)).statistics)
         for a in (4, 16)
         for r in ("rtn", "gptq", "awq")
     }

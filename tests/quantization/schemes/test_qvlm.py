@@ -30,9 +30,9 @@ def test_candidates_are_the_papers():
 def test_rounds_to_nearest_in_those_ranges():
     """Full ranges without a search; with one, what lies outside is clipped and the rest is off by half a step at most."""
     w, plain, ranged = weight(8, 64), qvlm.Options(group_size=32), qvlm.Ranged(group_size=32, percentile=0.9)
-    (full,) = solve(qvlm, [w], None, plain, torch.float32).weights
-    assert torch.equal(full.dequantize(), round_to_nearest(w, qvlm.scheme(plain).weights).dequantize())
-    (clipped,) = solve(qvlm, [w], None, ranged, torch.float32).weights
+    (full,) = solve(qvlm.SCHEME, [w], None, plain, torch.float32).weights
+    assert torch.equal(full.dequantize(), round_to_nearest(w, qvlm.SCHEME.scheme(plain).weights).dequantize())
+    (clipped,) = solve(qvlm.SCHEME, [w], None, ranged, torch.float32).weights
     pieces = w.view(8, 2, 32)
     share = (torch.quantile(pieces.abs(), 0.9, dim=-1) / pieces.abs().amax(-1))[..., None]
     low, high, step = pieces.amin(-1, True) * share, pieces.amax(-1, True) * share, clipped.scale[..., None]

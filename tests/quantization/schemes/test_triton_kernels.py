@@ -42,9 +42,9 @@ def triton_kernels(monkeypatch):
 @pytest.mark.parametrize("actorder", ["static", None])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_visiting_and_searching_columns(fmt, actorder, sweeps, triton_kernels):
-    """The same codes, but where a value sits on a boundary, from where a row goes on differently."""
+    """The same codes, but where a value sits on a boundary, from where a row continues differently."""
     w, stats = weight(ROWS, WIDTH).to(DEVICE), statistics(inputs(WIDTH, tokens=600).to(DEVICE))
-    feedback = gptq.prepare([w], stats, gptq.Options(actorder=actorder))
+    feedback = gptq.SCHEME.prepare([w], stats, gptq.Options(actorder=actorder))
     shared = find_global_scale([w]) if fmt.nvfp4 else None
     params = find_params(w, fmt, scale_dtype=torch.bfloat16, global_scale=shared)
 

@@ -12,7 +12,7 @@ from vlmcompress.quantization.schemes import fp8_static, int8, rtn, smooth, solv
 
 def simulate_w8a8(x, w, s):
     """Output of an INT8 layer as an engine computes it: weights per row, activations per token, after smoothing by `s`."""
-    q = round_to_nearest(w * s, int8.scheme(int8.Options()).weights, scale_dtype=torch.bfloat16)
+    q = round_to_nearest(w * s, int8.SCHEME.scheme(int8.Options()).weights, scale_dtype=torch.bfloat16)
     return in_engine(x / s, q.dequantize(torch.float32))
 
 
@@ -26,7 +26,7 @@ def in_engine(x, w):
 def test_smoothing_scale(alpha):
     """Oracle: eq. 4 of the paper, channel by channel."""
     x, weights = inputs(32), [weight(8, 32, 0), weight(12, 32, 1)]
-    s = smooth(int8, weights, statistics(x), int8.Options(alpha=alpha)).scale
+    s = smooth(int8.SCHEME, weights, statistics(x), int8.Options(alpha=alpha)).scale
     for j in range(32):
         largest = max(float(w[:, j].abs().max()) for w in weights)
         assert float(s[j]) == pytest.approx(float(x[:, j].abs().max()) ** alpha / largest ** (1 - alpha), rel=1e-4)
@@ -35,7 +35,7 @@ def test_smoothing_scale(alpha):
 def test_balanced_at_one_half():
     """At alpha = 0.5 input and weight of every channel end up with the same largest value."""
     x, w = inputs(32), weight(8, 32)
-    s = smooth(int8, [w], statistics(x), int8.Options()).scale
+    s = smooth(int8.SCHEME, [w], statistics(x), int8.Options()).scale
     torch.testing.assert_close((x / s).abs().amax(0), (w * s).abs().amax(0))
 
 
@@ -43,7 +43,7 @@ def test_smoothing_lowers_the_error_of_outlier_activations():
     """Oracle: a simulated W8A8 layer. Channels 50 times larger than the rest are what the method is for."""
     x, w = torch.randn(400, 128), weight(64, 128)
     x[:, :3] *= 50
-    s = smooth(int8, [w], statistics(x), int8.Options()).scale
+    s = smooth(int8.SCHEME, [w], statistics(x), int8.Options()).scale
     exact = x @ w.T
     plain = (simulate_w8a8(x, w, torch.ones(128)) - exact).square().sum()
     smoothed = (simulate_w8a8(x, w, s) - exact).square().sum()
@@ -55,7 +55,7 @@ def test_silent_channels_keep_their_scale():
     x, w = inputs(32), weight(8, 32)
     x[:, 3], w[:, 5] = 0, 0
     x[:, 6], w[:, 6] = 0, 0
-    s = smooth(int8, [w], statistics(x), int8.Options()).scale
+    s = smooth(int8.SCHEME, [w], statistics(x), int8.Options()).scale
     assert s[3] == 1 and s[6] == 1 and s.isfinite().all()
 
 
@@ -65,7 +65,7 @@ def test_inputs_that_no_weight_reads_set_no_scale(alpha):
     x, w = inputs(64), weight(16, 64)
     x[:, 5] *= 1e4
     w[:, 5] = 0
-    s = smooth(int8, [w], statistics(x), int8.Options(alpha=alpha)).scale
+    s = smooth(int8.SCHEME, [w], statistics(x), int8.Options(alpha=alpha)).scale
     kept = torch.arange(64) != 5
     exact = x @ w.T
     whole = (simulate_w8a8(x, w, s) - exact).square().sum() / exact.square().sum()
@@ -82,8 +82,8 @@ def test_rounding_against_the_papers():
         x, w = inputs(width, 800, seed), weight((16, 64)[seed % 2], width, seed)
         w *= torch.exp(0.5 * (seed % 5) * torch.randn(width, generator=torch.Generator().manual_seed(seed)))
         stats = statistics(x[:400])
-        s = smooth(int8, [w], stats, options).scale
-        (ours,) = solve(int8, [w * s], stats.rescaled(s), options, torch.bfloat16).weights
+        s = smooth(int8.SCHEME, [w], stats, options).scale
+        (ours,) = solve(int8.SCHEME, [w * s], stats.rescaled(s), options, torch.bfloat16).weights
         step = ((w * s).abs().amax(1, keepdim=True) / 127).bfloat16().float()
         papers = (w * s / step).round().clamp(-128, 127) * step
         exact, x = x[400:] @ w.T, x[400:] / s
@@ -93,27 +93,29 @@ def test_rounding_against_the_papers():
 
 
 def test_weights_of_silent_inputs_are_not_cut():
-    """As one is never active, it says nothing about the row's scale, but may speak one day."""
+    """As one is never active, it has no effect on the row's scale, but may become active."""
     x, w = inputs(32), weight(8, 32)
     x[:, 3], w[:, 3] = 0, 3.0
-    (q,) = solve(int8, [w], statistics(x), int8.Options(), torch.bfloat16).weights
+    (q,) = solve(int8.SCHEME, [w], statistics(x), int8.Options(), torch.bfloat16).weights
     torch.testing.assert_close(q.dequantize(torch.float32)[:, 3], w[:, 3], rtol=1e-2, atol=0)
 
 
 def test_input_scale_maps_the_largest_input_to_448():
     x = inputs(64)
-    scale = fp8_static.input_scale(statistics(x), fp8_static.Options())
+    scale = fp8_static.SCHEME.input_scale(statistics(x), fp8_static.Options())
     torch.testing.assert_close(x.abs().max() / scale, torch.tensor([448.0]))
-    assert fp8_static.input_scale(statistics(torch.zeros(4, 64)), fp8_static.Options()) == 1
+    assert fp8_static.SCHEME.input_scale(statistics(torch.zeros(4, 64)), fp8_static.Options()) == 1
 
 
 def test_layers_that_an_engine_fuses_share_a_weight_scale():
     """vLLM rounds fused shards again to their largest scale; with one scale there is nothing to round again."""
     weights = [weight(16, 64), 3 * weight(16, 64, 1), 0.1 * weight(16, 64, 2)]
-    solution = solve(fp8_static, weights, statistics(inputs(64)), fp8_static.Options(), torch.float32)
+    solution = solve(fp8_static.SCHEME, weights, statistics(inputs(64)), fp8_static.Options(), torch.float32)
     scales = torch.cat([q.scale for q in solution.weights])
     torch.testing.assert_close(scales, (weights[1].abs().max() / 448).expand(3))
-    again = solve(fp8_static, weights, statistics(inputs(64)), fp8_static.Options(weights="channel"), torch.float32)
+    again = solve(
+        fp8_static.SCHEME, weights, statistics(inputs(64)), fp8_static.Options(weights="channel"), torch.float32
+    )
     torch.testing.assert_close(again.weights[0].scale, weights[0].abs().amax(1, keepdim=True) / 448)
 
 
@@ -121,10 +123,10 @@ def test_layers_that_an_engine_fuses_share_a_weight_scale():
 def test_w8a16_is_eight_bit_rounding(group_size):
     """Oracle: rtn at 8 bits; and far below 4 bits' error."""
     w = weight(16, 128)
-    q = w8a16.quantize(w, None, w8a16.Options(group_size=group_size), torch.bfloat16)
-    same = rtn.quantize(w, None, rtn.Options(bits=8, group_size=group_size), torch.bfloat16)
+    q = w8a16.SCHEME.quantize(w, None, w8a16.Options(group_size=group_size), torch.bfloat16)
+    same = rtn.SCHEME.quantize(w, None, rtn.Options(bits=8, group_size=group_size), torch.bfloat16)
     assert torch.equal(q.q, same.q)
-    coarse = rtn.quantize(w, None, rtn.Options(group_size=group_size), torch.bfloat16)
+    coarse = rtn.SCHEME.quantize(w, None, rtn.Options(group_size=group_size), torch.bfloat16)
     x = inputs(128)
     eight, four = (output_error(x, t.dequantize(torch.float32), w) for t in (q, coarse))
     assert eight < 0.01 * four
@@ -133,5 +135,5 @@ def test_w8a16_is_eight_bit_rounding(group_size):
 def test_fp8_scale_is_per_row():
     """Oracle: max|row| / 448."""
     w = weight(16, 64)
-    fmt = fp8_static.scheme(fp8_static.Options(weights="channel")).weights
+    fmt = fp8_static.SCHEME.scheme(fp8_static.Options(weights="channel")).weights
     torch.testing.assert_close(find_params(w, fmt)[0], w.abs().amax(1, keepdim=True) / 448)

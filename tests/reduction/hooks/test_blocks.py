@@ -44,7 +44,9 @@ def masked(vlm: VLM, inputs: dict[str, torch.Tensor], units: list[Reduced], prom
     return reference.logits_under(vlm, inputs, square)
 
 
-@pytest.mark.parametrize("family", INSIDE)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name == "llava-next" else name for name in INSIDE]
+)
 def test_equals_dense_masked_attention(family):
     vlm = tiny(family)
     inputs = encode(vlm, FIVE, ONE, NONE)

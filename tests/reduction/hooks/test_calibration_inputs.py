@@ -12,14 +12,11 @@ from tests.kit import calibration_rows, tiny
 from vlmcompress import models
 from vlmcompress.models.data import encode, load_samples
 from vlmcompress.models.data.encode import ANSWER, VISION
-from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import attach
 from vlmcompress.reduction.hooks.calibration_inputs import decoder, reduced
-from vlmcompress.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -151,58 +148,6 @@ def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path,
 def test_a_reducer_within_the_language_model_calibrates_on_all_tokens_with_a_warning(world, built, tmp_path):
     keys = {"scheme": "gptq", "options": {"group_size": 64}, "reduce": "fastv:0.5,layer=1", "engine": "transformers"}
     done = quantize(recipe(world, built("llava"), tmp_path / "out", **keys))
-    assert "calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in done.manifest["warnings"][0]
+    assert any("calibrated on all visual tokens, as fastv:0.5,layer=1 drops" in w for w in done.manifest["warnings"])
     assert "reduce" not in done.manifest["calibration"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"]["layer"] == 1
-
-
-def test_statistics_are_of_one_reducer(world, built, tmp_path):
-    """They are what the model's own layers see after the attached reducer, and serve recipes with that reducer alone."""
-    model, stats = built("llava"), tmp_path / "stats"
-    calibrate(recipe(world, model, stats, reduce="uniform:0.5"), needs={"gram", "absmax", "absmean", "gradient"})
-    statistics = statistics_folder.read_statistics(stats)
-    assert statistics.reducer == parse_reducer("uniform:0.5")
-    vlm = models.load(model)
-    batches = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)
-    rows = []
-    linear = vlm.model.get_submodule("model.language_model.layers.1.mlp.gate_proj")
-    linear.register_forward_pre_hook(lambda _module, args: rows.append(args[0][0].float()))
-    with attach(vlm, "uniform", {"keep": 0.5}), torch.no_grad():
-        for batch in batches:
-            vlm.model(**inputs_of(batch))
-    gram = sum(part.T @ part for part in rows)
-    group_stats = statistics.load(1)[0]["gate_up"]
-    assert sum(group_stats.count.values()) == sum(map(len, rows))
-    torch.testing.assert_close(group_stats.gram(), gram, rtol=0.02, atol=0.02 * float(gram.abs().max()))
-    keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
-    quantize(recipe(world, model, tmp_path / "out", **keys, reduce="uniform:0.5"))
-    with pytest.raises(
-        UserError, match=r"after the reducer uniform:0.5; calibrate without one, or add --reduce uniform"
-    ):
-        quantize(recipe(world, model, tmp_path / "none", **keys))
-    with pytest.raises(UserError, match="calibrate with --reduce uniform:0.25, or add --reduce uniform:0.5"):
-        quantize(recipe(world, model, tmp_path / "other", **keys, reduce="uniform:0.25"))
-    plain = tmp_path / "plain"
-    calibrate(recipe(world, model, plain), needs={"absmean", "gram"})
-    keys["calibrate"] = {"stats": str(plain)}
-    with pytest.raises(UserError, match="are of all visual tokens; calibrate with --reduce dart:0.5, or leave out"):
-        quantize(recipe(world, model, tmp_path / "third", **keys, reduce="dart:0.5"))
-
-
-def test_thresholds_are_learnt_from_the_calibration_images(world, built, tmp_path):
-    """Once: statistics pass theirs on. A checkpoint carries them, and is refused for another model by their number."""
-    model, stats = built("llava"), tmp_path / "stats"
-    dymu = {"reduce": "dymu:0.5", "engine": "transformers"}
-    done = quantize(recipe(world, model, tmp_path / "alone", **dymu))
-    carries = json.loads((tmp_path / "alone" / "config.json").read_text())["vlmcompress"]["reduce"]
-    assert len(carries["thresholds"]) == 2 and done.manifest["recipe"]["reduce"]["thresholds"] == carries["thresholds"]
-    calibrate(recipe(world, model, stats, **dymu), needs={"absmean", "gram"})
-    learned = statistics_folder.read_statistics(stats).reducer
-    assert learned is not None and learned.plain() == carries | {"thresholds": tuple(carries["thresholds"])}
-    keys = {"scheme": "awq", "options": {"group_size": 32}, "calibrate": {"stats": str(stats)}}
-    quantize(recipe(world, model, tmp_path / "out", **keys, **dymu))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vlmcompress"]["reduce"] == carries
-    with pytest.raises(UserError, match="are after the reducer dymu:0.5"):
-        quantize(recipe(world, model, tmp_path / "other", **keys, **dymu | {"reduce": "dymu:0.25"}))
-    with pytest.raises(UserError, match="reducer 'dymu' needs calibration images; name some with --calib"):
-        quantize(recipe(world, model, tmp_path / "none", calibrate={}, **dymu))

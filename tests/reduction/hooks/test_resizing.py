@@ -57,7 +57,7 @@ def some(settings: list) -> list:
     return [settings[round(i * (len(settings) - 1) / 6)] for i in range(7)] if len(settings) > 7 else settings
 
 
-def test_settings_do_what_they_say(vlm):
+def test_settings_have_the_effect_of_their_name(vlm):
     """Oracle: the processor itself. No image has more tokens than the setting says; the last setting changes nothing."""
     settings = resizing.image_settings(vlm.spec, vlm.processor)
     assert len(settings) > 1 and [image_setting.tokens for image_setting in settings] == sorted(

@@ -57,7 +57,7 @@ def test_features_are_needed():
 
 def test_wrong_values_are_refused():
     for similar in (-1.1, 2, math.nan, "much", True):
-        with pytest.raises(ValueError, match="similar must be a cosine"):
+        with pytest.raises(ValueError, match="similar must be a number"):
             SelectingReducer(similar=similar)
     with pytest.raises(ValueError, match="merge must be none or nearest"):
         SelectingReducer(merge="all")  # type: ignore[arg-type]

@@ -62,5 +62,5 @@ def test_near_the_best_of_all_choices(seed):
 def test_options():
     assert parse_reducer("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
     for temperature in (0, math.nan, "warm", True):
-        with pytest.raises(ValueError, match="temperature must be a number of at least 0.001"):
+        with pytest.raises(ValueError, match="temperature must be a number from 0.001"):
             coverage.Coverage(temperature=temperature)

@@ -70,7 +70,7 @@ def slow(weights, features, grid):
         share = [math.exp(value - max(logits)) for value in logits]
         mixed = [sum(s * row[c] for s, row in zip(share, hidden, strict=True)) / sum(share) for c in range(HIDDEN)]
         attended = [a + b for a, b in zip(token_row, times(w["value"], mixed), strict=True)]
-        scores.append(sum(a * gelu(b) for a, b in zip(w["worth"], attended, strict=True)))
+        scores.append(sum(a * gelu(b) for a, b in zip(w["output"], attended, strict=True)))
     return scores
 
 
@@ -127,7 +127,7 @@ def test_the_file_is_identified_by_its_hash():
 
 @pytest.mark.parametrize(
     ("wrong", "text"),
-    [({"cover": 2}, "cover must be a share"), ({"sha256": "xyz"}, "64 hex"), ({"scorer": 3}, "scorer")],
+    [({"cover": 2}, "cover must be a number"), ({"sha256": "xyz"}, "64 hex"), ({"scorer": 3}, "scorer")],
 )
 def test_options_that_are_not_right(wrong, text):
     with pytest.raises(ValueError, match=text):

@@ -43,14 +43,13 @@ LIMITS = "--limit-mm-per-prompt"
 TRUST = "--trust-request-mm-kwargs"  # without it vLLM rejects requests with `mm_processor_kwargs` (status 400)
 DOMAINS = "--allowed-media-domains"
 HOST = "127.0.0.1"
+MOST = 10**6  # images or videos of a request, tokens of a context
 AUTO_TOOLS, PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 EAGER = "--enforce-eager"  # `server.py` adds it on CPUs, where compiling the model takes minutes
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Scales for FP8 attention in the vision tower, as vLLM's `mm_encoder_attention.py` reads them: JSON, name of the attention
 # layer in vLLM -> {"q", "k", "v"}, by which queries, keys and values are divided before they become float8_e4m3. Nothing
 # else in the checkpoint depends on them: without the flags the tower computes in 16 bits.
-VISION_SCALES = "vision_attention_scales.json"
-VISION_SCALES_FLAG = "--mm-encoder-fp8-scale-path"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for this machine
 
 
@@ -179,8 +178,8 @@ def arguments_of(
     """
     counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
     for flag, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise UserError(f"--{flag} is {value}, it should be at least {least}")
+        if value is not None and not least <= value <= MOST:
+            raise UserError(f"--{flag} is {str(value)[:40]}, it should be from {least} to {MOST:,}")
     if not model.is_dir():
         raise UserError(f"{model}: no such checkpoint folder")
     config: dict[str, Any] = schema.read_typed(model_folder.Config, model / "config.json", "give a checkpoint's folder")
@@ -251,17 +250,7 @@ def remarks(arguments: Sequence[str]) -> list[str]:
         )
     if PARSER in names:
         lines.append(f"Requests may bring tools, whose calls '{arguments[names.index(PARSER) + 1]}' reads.")
-    model = Path(arguments[0])
-    if VISION_SCALES_FLAG not in names and (model / VISION_SCALES).is_file():
-        flags = shlex.join(vision_attention_flags(model))
-        lines.append(f"It has scales for FP8 attention in the vision tower; on Blackwell, add: {flags}")
     return lines
-
-
-def vision_attention_flags(model: Path) -> list[str]:
-    """Flags of `vllm serve` for FP8 attention in the vision tower with the checkpoint's scales; FLASHINFER needs Blackwell."""
-    flags = ["--mm-encoder-attn-backend", "FLASHINFER", "--mm-encoder-attn-dtype", "fp8"]
-    return [*flags, VISION_SCALES_FLAG, str(model / VISION_SCALES)]
 
 
 def example(model: Path, host: str, port: int) -> str:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition
-from vlmcompress.engines.vllm.cache_pool import CacheLayer
 from vlmcompress.models import ModelSpec, Source
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import has_weights
@@ -29,6 +28,23 @@ _VISION = ("patch_size", "image_size", "spatial_merge_size", "hidden_size", "int
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """The cache of one decoder block on one device.
+
+    Attributes:
+        token_bytes: bytes of keys and values per token; 0 for a recurrent block.
+        window: length of the sliding window in tokens; None: full attention.
+        state_bytes: bytes of a sequence's state; 0 for attention.
+        heads: number of key heads on this device. Layers with different numbers never share a group.
+    """
+
+    token_bytes: int
+    window: int | None = None
+    state_bytes: int = 0
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class ServedDecoder:
         """
         layers = []
         for block in self.blocks:
+            # A recurrent state has one size whatever the length; keys and values grow by the token, or up to a window.
             if isinstance(block, State):
                 drafted = block.drafted * drafts // tp * block.parts[0][1]
                 layers.append(CacheLayer(0, None, sum(n // tp * size for n, size in block.parts) + drafted))
@@ -136,6 +153,7 @@ def describe(model: PreTrainedModel) -> ServedDecoder:
     """Describe the decoder of a model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
     blocks = list(model.get_decoder().layers)
+    # transformers names each block's kind in `layer_types`; older configs have one window for all, or a switch for it.
     sliding = getattr(config, "sliding_window", None)
     whole = "sliding_attention" if sliding and getattr(config, "use_sliding_window", True) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [whole] * len(blocks)
@@ -164,6 +182,7 @@ def tp_problem(decoder: ServedDecoder, tp: int) -> str | None:
         if isinstance(block, Attention):
             if block.heads % tp:
                 return f"{block.heads} attention heads"
+            # vLLM copies heads of keys and values where there are fewer than devices (`QKVParallelLinear`).
             if block.kv_heads % tp and tp % block.kv_heads:
                 return f"{block.kv_heads} heads of keys and values"
         elif block and block.heads % tp:

@@ -131,6 +131,7 @@ def load(name: str | Path) -> GateFile:
         UserError: there is no such gate, or it has unknown keys, wrong values or no rules.
     """
     path = Path(name)
+    # A word is a bundled gate's name; anything that looks like a path is a path, so that its typing errors are named.
     if not (path.exists() or path.suffix or len(path.parts) > 1):
         if path.name not in _bundled():
             raise UserError(f"no bundled gate is called '{name}'{did_you_mean(path.name, _bundled())}")
@@ -201,6 +202,7 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[GateRul
     else:
         names = list(groups) if rules.families == "all" else rules.families
         margins = {name: rules.family_margin or rules.margin for name in names}
+    # Families are judged together, as their p-values are corrected for their number (Holm).
     if measured := {name: group for name, group in groups.items() if name in margins}:
         judged += [_drop(suite.name, name, c) for name, c in families(measured, margin=margins).items()]
     judged += [
@@ -221,6 +223,7 @@ def _accuracy(results: Results, suite: Suite, rules: SuiteRules) -> list[GateRul
             )
         )
     if rules.unparsed is not None:
+        # An answer that is lost in its thoughts has no readable end either.
         share = (suite.unparsed[1] + suite.unfinished[1]) / suite.samples
         limit = f"at most {100 * rules.unparsed:.1f}%"
         judged.append(_bound(f"{suite.name}: unparsed answers", share <= rules.unparsed, f"{100 * share:.1f}%", limit))
@@ -278,6 +281,7 @@ def _speed(results: Results, rule: SpeedRule) -> GateRule:
         reason = "one repeat can't tell; run vlmcompress bench with more --repeats"
         return GateRule(name=name, verdict="inconclusive", value="", limit=limit, reason=reason)
     low, high = ratio.interval
+    # The whole interval has to be on one side of the limit, as for accuracy.
     verdict: Verdict = "pass" if low >= rule.at_least else "fail" if high < rule.at_least else "inconclusive"
     reason = "these repeats can't tell; run more, or longer ones" if verdict == "inconclusive" else ""
     value = f"{times(ratio.gain)} ({low:.2f} to {high:.2f})"

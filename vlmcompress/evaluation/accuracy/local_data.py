@@ -154,6 +154,7 @@ def _read(location: str, split: str, changed: int) -> Any:
 def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
+    # As the Hub names splits: `test-00000-of-00003.parquet`; other copies have one split, under any name.
     for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
         if files := sorted(path.rglob(pattern)):
             return files
@@ -201,6 +202,7 @@ def _with_column(dataset: Any, column: str, template: str, path: Path) -> Any:
     from jinja2 import Environment, UndefinedError, meta
     from lm_eval.utils import apply_template
 
+    # The template's columns alone are read, since rows of all columns would bring the images along.
     used = meta.find_undeclared_variables(Environment().parse(template))
     need(used, dataset, path)
     try:

@@ -1,1 +1,1 @@
-"""Plan the serving of a model from its headers alone: weights, cache, concurrent requests, and bounds of their speed."""
+"""Plan the serving of a model from its headers alone: weights, cache, concurrent requests."""

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlmcompress.engines.vllm import cache_pool
+from vlmcompress.evaluation.capacity import cache_pool
 from vlmcompress.evaluation.capacity.capacity import Capacity, FormatRow
 from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
 from vlmcompress.quantization.plan import kv_cache
@@ -50,7 +50,7 @@ def command(capacity: Capacity, row: FormatRow, model: str, out: str = "OUT") ->
 def serve_flags(capacity: Capacity, row: FormatRow) -> list[Flag]:
     """The flags of `vllm serve` for a format."""
     request, load = capacity.request, capacity.loads[capacity.served]
-    requests = math.floor(row.served[capacity.served].requests)
+    requests = math.floor(row.requests[capacity.served])
     pictures = request.pictures
     serve_flags = []
     if request.tp > 1:
@@ -111,7 +111,7 @@ def recommendation(capacity: Capacity, row: FormatRow) -> str:
         why = f"the default of {request.target.title} where memory is short"
     if base is row or not base.fits:
         return f"{why}{'' if base is row else '; bf16 does not fit'}{regrouped}"
-    gain = row.served[capacity.served].requests / base.served[capacity.served].requests
+    gain = row.requests[capacity.served] / base.requests[capacity.served]
     return f"{why}; {gain:.2f} times as many at once as bf16{regrouped}"
 
 

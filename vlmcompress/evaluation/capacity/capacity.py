@@ -1,4 +1,4 @@
-"""Plan the serving of a model: whether it fits, how many requests at once, and bounds of the speed.
+"""Plan the serving of a model: whether it fits, and how many requests at once.
 
     memory for vLLM = utilization * memory of a device
     space of the KV cache = memory for vLLM - weights - encoder cache - reserve
@@ -16,20 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlmcompress.engines.vllm import cache_pool, served_model
-from vlmcompress.engines.vllm.cache_pool import Defaults, Pool
+from vlmcompress.engines.vllm import served_model
 from vlmcompress.engines.vllm.served_model import ServedModel
-from vlmcompress.evaluation.capacity import weight_bytes
+from vlmcompress.evaluation.capacity import cache_pool, weight_bytes
+from vlmcompress.evaluation.capacity.cache_pool import Defaults, Pool
 from vlmcompress.evaluation.capacity.weight_bytes import Speculation, Weights
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.models import VLM
-from vlmcompress.quantization.plan import kv_cache, roofline
+from vlmcompress.quantization.plan import kv_cache
 from vlmcompress.quantization.plan.examine import MEMORY_SHARE
 from vlmcompress.recipe.targets import Target
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.visual_count import Counted, CountRule, Pictures, kept_tokens, per_block
+from vlmcompress.reduction.visual_count import Counted, CountRule, Pictures, kept_tokens
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size
 
@@ -80,38 +80,25 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Served:
-    """The results of a format for a load: requests at once, and time bounds in seconds (None: unknown rates of the machine).
-
-    `prefill`: one prompt; `step`: one token of one request; `full_step`: one token of all requests at once.
-    """
-
-    requests: float
-    prefill: float | None
-    step: float | None
-    full_step: float | None
-
-
-@dataclass(frozen=True)
 class FormatRow:
-    """A format on a device: bytes of its weights, bytes left for the cache, and what it serves, by load."""
+    """A format on a device: bytes of its weights, bytes left for the cache, and the requests at once, by load."""
 
     weights: Weights
     device: int
     space: int | None
-    served: Mapping[str, Served] = field(default_factory=dict)
+    requests: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
         """Whether at least one request of each load can be served."""
-        return bool(self.served) and all(load.requests >= 1 for load in self.served.values())
+        return bool(self.requests) and all(requests >= 1 for requests in self.requests.values())
 
 
 @dataclass(frozen=True)
 class Capacity:
     """The plan. `loads`: by name, `all` and, with a reducer, its label. `notes`: assumptions and remarks.
 
-    `head_token_bytes`: the part of `token_bytes` for a draft head.
+    `counted`: visual tokens before the reducer; `head_token_bytes`: the part of `token_bytes` for a draft head.
     """
 
     request: CapacityRequest
@@ -124,6 +111,7 @@ class Capacity:
     state_bytes: int
     pool: Pool
     loads: Mapping[str, Load]
+    counted: Counted
     rows: tuple[FormatRow, ...]
     notes: tuple[str, ...]
     speculation: Speculation | None = None
@@ -218,6 +206,7 @@ def plan_capacity(
         state_bytes=sum(layer.state_bytes for layer in layers),
         pool=pool,
         loads=loads,
+        counted=counted,
         rows=(),
         notes=tuple(notes),
         speculation=speculation,
@@ -226,7 +215,7 @@ def plan_capacity(
     if not rows:
         return capacity
     formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
-    return replace(capacity, rows=tuple(_row(capacity, counted, weights) for weights in formats))
+    return replace(capacity, rows=tuple(_row(capacity, weights) for weights in formats))
 
 
 def _count(model: ServedModel, request: CapacityRequest, notes: list[str]) -> tuple[Counted, int | None]:
@@ -285,7 +274,7 @@ def _reserve(model: ServedModel, defaults: Defaults, counted: Counted, tp: int) 
     return FIXED + max(decoder_activations, tower_activations) + logits
 
 
-def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
+def _row(capacity: Capacity, weights: Weights) -> FormatRow:
     """The row of a format: the space that its weights leave, and what it serves."""
     request, model = capacity.request, capacity.model
     if weights.stored is None:
@@ -299,40 +288,13 @@ def _row(capacity: Capacity, counted: Counted, weights: Weights) -> FormatRow:
         space = int(MEMORY_SHARE * capacity.memory) - device - capacity.encoder - capacity.reserve
     if space is None:
         return FormatRow(weights, device, None)
-    served = {
-        name: _served(capacity, counted, weights, loaded - head, space, load) for name, load in capacity.loads.items()
-    }
-    return FormatRow(weights, device, space, served)
-
-
-def _served(capacity: Capacity, counted: Counted, weights: Weights, read: int, space: int, load: Load) -> Served:
-    """The results of a format for a load. `read`: bytes of the weights without a draft head; `space`: bytes of the cache."""
-    request, model, target = capacity.request, capacity.model, capacity.request.target
-    # vLLM's `v1/core/block_pool.py` keeps `null_block` for itself
-    fits = space - capacity.pool.block_bytes >= load.bytes
-    requests = capacity.pool.requests(space, load.context, capacity.defaults.in_flight(load.context)) if fits else 0
-    if target is None or not fits:
-        return Served(float(requests), None, None, None)
-    # the arithmetic of an already quantized checkpoint is not examined
-    rates = {} if weights.key == weight_bytes.QUANTIZED else target.rates
-    kind = roofline.arithmetic_type(weights.scheme)
-    visual = per_block(counted, load.visual, request.reduce, len(model.decoder.blocks))
-    work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
-    per_step = roofline.bytes_read(model, read)
-    per_token = work.linear / max(load.visual + load.text, 1)
-    # what all devices read of one sequence's cache
-    cache = (load.filled - capacity.head_token_bytes * load.context) * request.tp
-    steps = [
-        roofline.decode_seconds(
-            roofline.step_bytes(per_step, model, sequences, cache),
-            sequences * per_token,
-            target.bandwidth,
-            rates.get(kind),
-            request.tp,
-        )
-        for sequences in (1, max(1, min(math.floor(requests), capacity.defaults.sequences)))
-    ]
-    return Served(float(requests), roofline.prefill_seconds(work, rates, kind, request.tp), *steps)
+    requests = {}
+    for name, load in capacity.loads.items():
+        # vLLM's `v1/core/block_pool.py` keeps `null_block` for itself
+        fits = space - capacity.pool.block_bytes >= load.bytes
+        in_flight = capacity.defaults.in_flight(load.context)
+        requests[name] = float(capacity.pool.requests(space, load.context, in_flight)) if fits else 0.0
+    return FormatRow(weights, device, space, requests)
 
 
 def capacity_verdict(capacity: Capacity) -> str:

@@ -83,7 +83,7 @@ def formats(
     for name in names:
         module = SCHEMES.get(name)
         options = _fitting(source, module, devices)
-        scheme = module.scheme(module.Options(**options))
+        scheme = module.scheme(module.OPTIONS(**options))
         key = label(scheme)
         if key in rows_by_label:
             rows_by_label[key] = replace(rows_by_label[key], others=(*rows_by_label[key].others, name))
@@ -110,8 +110,8 @@ def _require_whole_layers(model: ServedModel, devices: int) -> None:
 
 def _fitting(source: Source, module: Any, devices: int) -> dict[str, int]:
     """The group-size option with which devices split no groups of a scheme; empty if none are split, or no size helps."""
-    scheme = module.scheme(module.Options())
-    if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.Options)}:
+    scheme = module.scheme(module.OPTIONS())
+    if scheme is None or devices == 1 or "group_size" not in {field.name for field in fields(module.OPTIONS)}:
         return {}
     groups = [group for block in source.blocks for group in block]
     layers = partition.fused_layers(

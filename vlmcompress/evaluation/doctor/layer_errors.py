@@ -88,6 +88,7 @@ def read_errors(folder: Path) -> LayerErrors:
         raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
     manifest.verify_hashes(folder, content)
     basis = content["calibration"] or {}
+    # Errors of weights alone were not measured on the calibration data, whatever these were needed for.
     if all(set(error) <= {"weight"} for error in errors.values()):
         basis = {}
     notes = [*content["warnings"], *few(basis, folder)]
@@ -139,11 +140,12 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
         without_basis = before if not before.basis else after
         raise UserError(
             f"{without_basis.name} has errors of weights only and the other has errors by modality; "
-            "add --stats STATS --model MODEL to measure both"
+            "quantize both with --calib FOLDER"
         )
     result = {}
     for kind in shared:
         pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in sorted(common) if kind in before.errors[n]]
+        # The geometric mean, as errors of layers span decades and their ratios are what is compared.
         result[kind] = Change(
             fmean(a for a, _ in pairs),
             fmean(b for _, b in pairs),
@@ -201,6 +203,7 @@ def few(basis: Mapping[str, Any], folder: Path) -> list[str]:
         width = int((config.get("text_config") or config)["hidden_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
+    # With fewer samples than inputs the Gram matrix is singular: a solver drives these errors down and others up.
     few = {kind: n for kind, n in (basis.get("tokens") or {}).items() if 0 < n < width}
     if not few:
         return []

@@ -66,6 +66,7 @@ def merge(runs: Sequence[Results]) -> list[Results]:
     for b in runs:
         for index, a in enumerate(merged):
             shared = {suite.name for suite in a.suites} & {suite.name for suite in b.suites}
+            # A second measurement of the same thing is no addition: which one counts is the reader's choice.
             if a.identity() == b.identity() and not (shared or (a.bench and b.bench) or (a.gate and b.gate)):
                 joined = {"suites": a.suites + b.suites, "samples": a.samples + b.samples}
                 joined |= {
@@ -174,6 +175,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"{len(passed)} of {len(held)} {'candidates pass' if len(held) > 1 else 'candidate passes'} {limit}."
         )
+    # Small and fast count among those alone that kept their accuracy; without a verdict nothing else is known.
     eligible = kept if judged else rows
     if len(eligible) == 1:
         (only,) = eligible

@@ -54,6 +54,7 @@ def rows(suite: Suite, gate: Gate | None) -> list[AccuracyRow]:
     A row with a rule in the gate has that rule's margin and verdict. Families without a rule have no verdict; all samples
     together are then judged by the suite's margin.
     """
+    # Not every family of a suite has a rule: `None` is the rule on all samples.
     judging = {rule.family: rule for rule in (gate.rules if gate else []) if rule.suite == suite.name}
     lines = []
     for family, c in [(None, suite.overall), *suite.families.items()]:
@@ -129,6 +130,7 @@ class Findings:
     def headline(self) -> list[str]:
         """The summary of the report, as sentences."""
         results, lines, several = self.results, [], len(self.suites) > 1
+        # The verdict first, then what it rests on, then what was won: bytes, tokens, speed.
         if gate := results.gate:
             title = gate.title[:1].upper() + gate.title[1:]
             lines.append(f"{title}: {words.tally(gate.verdict, [rule.verdict for rule in gate.rules])}.")
@@ -154,6 +156,7 @@ class Findings:
         """The gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
         rules, merged = self.results.gate.rules if self.results.gate else [], list[GateRule]()
         for rule in rules:
+            # A gate by family has dozens of lines, which the table of accuracy shows one by one; here they are counted.
             families = [r for r in rules if r.suite == rule.suite and r.family is not None]
             if rule.family is None or len(families) == 1:
                 merged.append(rule)
@@ -184,6 +187,7 @@ class Findings:
     def main_speed(self) -> tuple[str, Ratio] | None:
         """The main figure of the benchmark: served and cold if measured, requests per second before latency."""
         summary = self.results.bench.summary if self.results.bench else {}
+        # Cold first: images are then encoded and prompts computed, which is what reducers and schemes change.
         for mode, state in product(summary, ("cold", "warm")):
             metrics = summary[mode].get(state, {})
             rates = [n for n, r in metrics.items() if r.higher_is_better and "goodput" not in n and "token" not in n]

@@ -14,7 +14,7 @@ from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
 from vlmcompress.utils.text import figures, percentage, table, times
 
 CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
-ADVICE = "Errors by modality need calibration data: add --stats STATS --model MODEL (see vlmcompress calibrate)."
+ADVICE = "Errors by modality need calibration data: quantize with --calib FOLDER."
 
 
 def layer_errors_json(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:

@@ -105,12 +105,13 @@ def page(data: Mapping[str, Any]) -> str:
     numbers = {row["name"]: number for number, row in enumerate(tried, start=1)}
     sections = []
     if tried:
+        front = plots.undominated([(row["gain"], row["believed"]) for row in tried])
         dots = [
             {
                 "number": numbers[row["name"]],
                 **{key: row[key] for key in ("name", "gain", "low", "high")},
                 "difference": row["believed"],
-                "tone": "mark" if row["front"] else "even",
+                "tone": "mark" if (row["gain"], row["believed"]) in front else "even",
                 "strong": row["winner"],
             }
             for row in tried
@@ -119,8 +120,8 @@ def page(data: Mapping[str, Any]) -> str:
             ends = {key: confirmed[key] for key in ("difference", "low", "high")}
             name = f"the winner on {confirmed['questions']:,} other questions"
             dots.append({"number": "?", "name": name, "gain": tried[0]["gain"], **ends, "tone": confirmed["verdict"]})
-        front = "; ".join(f"{row['name']} {times(row['gain'])}" for row in tried if row["front"])
-        label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {front}"
+        best = "; ".join(f"{dot['name']} {times(dot['gain'])}" for dot in dots if dot["tone"] == "mark")
+        label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {best}"
         plot = plots.scatter(dots, goal, data["max_drop"], label)
         legend = (
             "Numbers are those of the table. A dot is a candidate that was asked questions; where the answers are few, its "

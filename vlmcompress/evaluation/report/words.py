@@ -101,6 +101,7 @@ def comparable(r: Ratio) -> bool:
 
 def unclear(r: Ratio) -> bool:
     """Whether a change may be chance: its 95% interval contains 1, there is no interval, or the ratio rounds to 1."""
+    # "1.00x faster" would say nothing, however narrow the interval.
     if r.interval is None or f"{r.gain:.2f}" == "1.00":
         return True
     low, high = r.interval
@@ -152,6 +153,7 @@ def verdict_text(c: Comparison) -> str:
             "times as many images of every size, or fewer samples about each, would rule that out."
         )
         return f"{unclear} About {c.missing:,} more {c.unit} would decide it; {count}.{large * c.heavy}"
+    # It passed: whether accuracy fell a little, rose, or neither is shown decides the words, not the verdict.
     ruled = f"a loss of {limit} or more is ruled out"
     if c.high < 0:
         return f"Some accuracy was lost, but {ruled}: {change}{lost}."
@@ -173,6 +175,7 @@ def doubt(suite: Suite) -> list[str]:
 
 def calibrated(suite: Suite) -> list[str]:
     """A sentence on samples with images that the candidate was calibrated on, if there are any."""
+    # None is unknown (another tool's checkpoint), 0 is none; neither needs a sentence.
     if not suite.calibrated:
         return []
     return [

@@ -14,9 +14,8 @@ from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.scoring import normalise
 from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
-from vlmcompress.evaluation.search.posterior import Evidence
+from vlmcompress.evaluation.search.racing import Evidence, Trial
 from vlmcompress.evaluation.search.speed import Measured, Modelled
-from vlmcompress.evaluation.search.successive_halving import Trial
 from vlmcompress.evaluation.search.trial import Answers, Setup, evaluate_candidate
 from vlmcompress.evaluation.search.trial_log import TrialLog
 from vlmcompress.utils.errors import UserError
@@ -29,7 +28,7 @@ SHARE = 0.25
 
 @dataclass
 class LiveTrials:
-    """Trials on real checkpoints, for `SuccessiveHalving`.
+    """Trials on real checkpoints, for a `Race`.
 
     Attributes:
         score: how answers to plain data are scored, chosen by the original's answers; None: by the suite.
@@ -48,7 +47,7 @@ class LiveTrials:
     _took: list[float] = field(default_factory=list)
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
-        """See `successive_halving.Trials`: trials that the log has are taken from it."""
+        """See `racing.Trials`: trials that the log has are taken from it."""
         rows = {candidate.name: self.log.trial(candidate, questions) for candidate in candidates}
         jobs = [candidate for candidate in candidates if rows[candidate.name] is None]
         label = f"asking {questions:,} questions"
@@ -70,11 +69,11 @@ class LiveTrials:
         return {name: self._trial(row) for name, row in rows.items() if row is not None}
 
     def gain(self, candidate: Candidate) -> float | None:
-        """See `successive_halving.Trials`."""
+        """See `racing.Trials`."""
         return self.gains.gain(candidate)
 
     def measured(self, candidates: Sequence[Candidate]) -> dict[str, float | str]:
-        """See `successive_halving.Trials`: one after the other on this machine, whoever the workers are."""
+        """See `racing.Trials`: one after the other on this machine, whoever the workers are."""
         if isinstance(self.gains, Modelled):
             return {}
         gains: dict[str, float | str] = {}

@@ -1,4 +1,4 @@
-"""A search from a request to a folder: checks, successive halving, and placing the winner's checkpoint."""
+"""A search from a request to a folder: checks, the race of candidates, and placing the winner's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search import outcome, own_answers, space
 from vlmcompress.evaluation.search.candidate import AS_IT_IS, Candidate
 from vlmcompress.evaluation.search.live_trials import SHARE, LiveTrials, original
+from vlmcompress.evaluation.search.racing import Race
 from vlmcompress.evaluation.search.speed import STAND_IN, Goal, Measured, Modelled, TypicalRequest
-from vlmcompress.evaluation.search.successive_halving import Rules, SuccessiveHalving
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint, questions_of
 from vlmcompress.evaluation.search.trial_log import QUESTIONS, WORK, open_trial_log
 from vlmcompress.export.write import rename
 from vlmcompress.models.data import Reading, bundled_data, data_hash, load_mixed
-from vlmcompress.quantization.calibration.statistics_folder import NAME as STATISTICS
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils import hub, workers
 from vlmcompress.utils.errors import UserError
@@ -125,8 +124,8 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             reserve = 2.4 * confirming * (log.note("seconds") or 0.0)  # the original, the winner, and some more
             reserve = max(reserve, SHARE * (request.budget or 0.0))
             live = LiveTrials(setup, crew, log, gains, before, score, progress, reserve)
-            halving = SuccessiveHalving(where.factors, live, Rules(request.margin, count, images))
-            winner = halving.run()
+            race = Race(where.factors, live, request.margin, count, images)
+            winner = race.run()
         settings = {
             "model": hub.source_facts(setup.base["model"])["source"],
             "target": setup.base.get("target"),
@@ -142,7 +141,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             "schema_version": outcome.SCHEMA_VERSION,
             **settings,
             "original": {"name": AS_IT_IS, "accuracy": accuracy},
-            **outcome.candidates(halving, winner, measured=gains.source == "measured"),
+            **outcome.candidates(race, winner, measured=gains.source == "measured"),
             "seconds": round(log.spent, 1),
             "ended_by_budget": live.late,
             "left_out": dict(where.left_out),
@@ -157,14 +156,12 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
     suite = setup.suite
     settings = resolve({**setup.base, "scheme": "none"}).recipe.calibrate
     images = settings.data or bundled_data(setup.model, "calibration")
-    described = settings.model_dump(exclude={"data", "text", "stats"})
+    described = settings.model_dump(exclude={"data", "text"})
     if images:
         text = hub.local(settings.text, "dataset") if settings.text else None
         options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
         samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
-    if settings.stats:
-        described["stats_sha256"] = content_hash([Path(settings.stats) / STATISTICS])
     return {
         "model": model_hash(setup.model),
         "data": questions.content_hash(),

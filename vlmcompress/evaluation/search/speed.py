@@ -1,8 +1,8 @@
 """A candidate's gain over the original: requests per second, time to the first token, or memory.
 
 `Modelled` computes it from shapes, with the plan of `vlmcompress plan`: exact bytes of weights and cache, and time bounds
-from a target's rates. `Measured` serves finalists in vLLM on this machine, alternating with the original. Gains are ratios,
-above 1 if the candidate is better.
+from a target's rates (roofline). `Measured` serves finalists in vLLM on this machine, alternating with the original. Gains are
+ratios, above 1 if the candidate is better.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
 from vlmcompress.numerics import label
+from vlmcompress.quantization.plan import roofline
 from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.recipe import resolve, targets
-from vlmcompress.reduction.visual_count import Pictures
+from vlmcompress.reduction.visual_count import Pictures, per_block
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
 
@@ -121,14 +122,21 @@ class Modelled:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
-        served, load = capacity.rows[0].served.get(capacity.served), capacity.loads[capacity.served]
         loaded = weight_bytes.loaded_bytes(row, self._model.stored)
+        load, fitting = capacity.loads[capacity.served], capacity.rows[0].requests.get(capacity.served, 0)
         first = request = None
-        if served and served.requests >= 1:
-            first = served.prefill
-            if first is not None and served.full_step is not None:  # a request's prefill, and its share of common steps
-                many = max(1, min(math.floor(served.requests), capacity.defaults.sequences))
-                request = first + self.load.out * served.full_step / many
+        if (target := capacity.request.target) and fitting >= 1:
+            kind, many = roofline.arithmetic_type(scheme), max(1, min(math.floor(fitting), capacity.defaults.sequences))
+            visual = per_block(capacity.counted, load.visual, recipe.reduce, len(self._model.decoder.blocks))
+            counted = capacity.counted
+            work = roofline.work(self._model, visual, load.text, counted.patches, counted.tokens)
+            first = roofline.prefill_seconds(work, target.rates, kind, 1)
+            draft = weight_bytes.mtp_bytes(self._model)
+            read = roofline.step_bytes(roofline.bytes_read(self._model, loaded - draft), self._model, many, load.filled)
+            per_token = work.linear / max(load.visual + load.text, 1)
+            step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind), 1)
+            if first is not None and step is not None:  # a request's prefill, and its share of common steps
+                request = first + self.load.out * step / many
         return Figures(loaded, USERS * load.filled, first, request)
 
 

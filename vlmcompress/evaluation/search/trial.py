@@ -1,8 +1,7 @@
 """A trial: write a candidate's checkpoint, and ask it and the original questions.
 
-All files of trials are in a work folder, under names that identify their content: statistics (one folder per reducer, shared by
-all schemes), checkpoints, and answers as they arrive. So nothing is computed twice, even after a kill, and two processes can
-share the folder.
+All files of trials are in a work folder, under names that identify their content: checkpoints, and answers as they arrive. So
+nothing is computed twice, even after a kill, and two processes can share the folder.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import tasks
 from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
-from vlmcompress.evaluation.search.candidate import Candidate, digest
+from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.models.data import Reading
-from vlmcompress.numerics.statistics.inputs import STORABLE
-from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks
@@ -112,20 +108,7 @@ def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = s
         return setup.model
 
     def write(out: Path, restart: bool) -> None:
-        keys = {**setup.base, **candidate.keys, "out": str(out)}
-        recipe = resolve(keys).recipe
-        needs = QuantMethod(recipe.method, recipe.options).needs.statistics
-        if needs and needs <= STORABLE and not recipe.rotate and not recipe.vision_attention:
-            # Statistics depend only on what comes before the language model: all schemes with one reducer share a folder.
-            before = [keys.get("reduce"), keys.get("resize"), keys.get("kv_cache")]
-            plain = {key: value for key, value in keys.items() if key not in ("options", "bits", "vision", "skip")}
-
-            def collect(folder: Path, restart: bool) -> None:
-                collected = resolve({**plain, "scheme": "none", "out": str(folder)}).recipe
-                calibrate(collected, restart=restart, progress=progress)
-
-            stats = _ensure(setup.work / f"statistics-{digest(before)}", collect)
-            recipe = resolve({**keys, "calibrate": {**keys.get("calibrate", {}), "stats": str(stats)}}).recipe
+        recipe = resolve({**setup.base, **candidate.keys, "out": str(out)}).recipe
         quantize(recipe, restart=restart, progress=progress)
 
     return _ensure(setup.work / f"checkpoint-{candidate.folder}", write)

@@ -123,7 +123,7 @@ class Gguf(EngineFiles):
     @override
     def family_problems(self, folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
         """llama.cpp computes the family differently, or the tokenizer differs."""
-        reasons = REGISTRY.get(family).FAMILY.problems(ModelFacts(config, {}))
+        reasons = REGISTRY.get(family).problems(ModelFacts(config, {}))
         try:
             metadata(folder, config["text_config"]["vocab_size"], config)
         except UserError as error:
@@ -155,7 +155,7 @@ class Gguf(EngineFiles):
         self, tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None
     ) -> int:
         facts = ModelFacts(parts.config, parts.image, added_tokens(tree))
-        gguf_family: GgufFamily = REGISTRY.get(family).FAMILY
+        gguf_family: GgufFamily = REGISTRY.get(family)
         arch = gguf_family.arch(facts)
         files = {
             MODEL: (arch, gguf_family.language, tensors_to_write(gguf_family.language, parts, facts, "language")),

@@ -120,6 +120,7 @@ class Mlx(Writer, Reader):
                 "scales": qt.scale.contiguous().view(torch.uint8),
             }
             return layer | ({} if qt.global_scale is None else {"weight_global_scale": qt.global_scale.reshape(())})
+        # w = scale * q + bias with codes from 0: bias = -scale * zero point, which is exact where the zero point is whole.
         repeats = fmt.group // _group(scheme)
         zero = torch.zeros_like(qt.scale) if qt.zero_point is None else qt.zero_point
         bias = (qt.scale.float() * -(zero.float() + 2 ** (fmt.bits - 1))).to(qt.scale.dtype)
@@ -193,6 +194,7 @@ class Mlx(Writer, Reader):
         Raises:
             UserError: mlx-vlm changes the numbers of this family's tensors, not just their names.
         """
+        # mlx-vlm's `sanitize` did that to the numbers; the names alone can be turned back.
         if any("switch_" in entry.name or "linear_attn." in entry.name for entry in entries):
             raise UserError(
                 "mlx-vlm stacks experts and shifts the norms of Qwen3.5, which is not undone; give the original"
@@ -201,6 +203,7 @@ class Mlx(Writer, Reader):
         for entry in entries:
             name, (first, *rest) = memory_name(entry.name, state), entry.spec.shape or (0,)
             shape = tuple(state[name].shape) if name in state else entry.spec.shape
+            # MLX has channels last: torch's `[out, in, h, w]` is `[out, h, w, in]` there.
             last = len(rest) > 2 and shape != entry.spec.shape and shape == (first, rest[-1], *rest[:-1])
             tensors.append(
                 replace(

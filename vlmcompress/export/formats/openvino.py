@@ -105,7 +105,7 @@ class OpenVino(EngineFiles):
             )
         if weights.kind != "int" or weights.bits not in (4, 8):
             raise UserError(
-                "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus, qronos or w8a16"
+                "OpenVINO's files hold integer weights of 4 or 8 bits only; use rtn, awq, gptq, gptq-plus or w8a16"
             )
         return f"{'i' if weights.symmetric else 'u'}{weights.bits}"
 
@@ -131,7 +131,7 @@ class OpenVino(EngineFiles):
     @override
     def family_problems(self, folder: Path, family: str, config: Mapping[str, Any]) -> list[str]:
         """OpenVINO GenAI lacks a part of the family, or cuts images differently."""
-        openvino_family: OpenvinoFamily = REGISTRY.get(family).FAMILY
+        openvino_family: OpenvinoFamily = REGISTRY.get(family)
         # The image processor's settings in the files, without transformers' defaults.
         images = _read_json(folder / "preprocessor_config.json") | _read_json(folder / PROCESSOR).get(
             "image_processor", {}
@@ -158,7 +158,7 @@ class OpenVino(EngineFiles):
     def write_files(
         self, tree: Path, family: str, parts: Parts, progress: Callable[[int, int], None] | None = None
     ) -> int:
-        openvino_family: OpenvinoFamily = REGISTRY.get(family).FAMILY
+        openvino_family: OpenvinoFamily = REGISTRY.get(family)
         source = _Parameters(parts, progress)
         write_openvino(tree, family, source)
         # with transformers' defaults, which the pipeline does not have

@@ -45,7 +45,7 @@ def block_type(fmt: Format) -> str:
         return "NVFP4"
     if fmt.kind != "int" or fmt.bits not in (4, 8) or (fmt.bits == 8 and not fmt.symmetric):
         raise UserError(
-            "GGUF holds integer weights of 4 bits, symmetric ones of 8, and NVFP4; use rtn, awq, gptq, gptq-plus, qronos, "
+            "GGUF holds integer weights of 4 bits, symmetric ones of 8, and NVFP4; use rtn, awq, gptq, gptq-plus, "
             "w8a16, or nvfp4 with options.mixed=false and options.activations=16"
         )
     if fmt.group > 0 and fmt.group % BLOCK:

@@ -20,7 +20,6 @@ from typing import Any
 
 if __name__ != "__main__":  # the script does not import the package
     from vlmcompress.utils.errors import UserError
-    from vlmcompress.utils.folders import WriteError
     from vlmcompress.utils.messages import shortened
 
 WIDTH, CONTEXT, TIMEOUT = 32, 64, 300  # seconds
@@ -36,7 +35,7 @@ def gguf_token_ids(
         add: function that adds a metadata entry to a `gguf.GGUFWriter`.
 
     Raises:
-        UserError: llama.cpp refuses the tokenizer; a `WriteError`, TMPDIR is full.
+        UserError: llama.cpp refuses the tokenizer, or TMPDIR has no space for a small file.
     """
     if find_spec("xllamacpp") is None:
         return None
@@ -46,8 +45,7 @@ def gguf_token_ids(
             _write(model, keys, add)
             lines.write_text(json.dumps(texts), encoding="utf-8")
         except OSError as error:
-            where, reason = Path(place).parent, error.strerror or error
-            raise WriteError(f"cannot write temporary files in {where} ({reason}); make room, or set TMPDIR") from error
+            raise UserError(f"cannot write to {place} ({error}); free some space there, or set TMPDIR") from error
         command = [sys.executable, __file__, str(model), str(lines), str(result)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)

@@ -1,29 +1,16 @@
-"""Launch files: how to start a checkpoint in each engine and form of deployment, one module per entry.
+"""Launch files: how to start a checkpoint in each engine and form of deployment; `_table.py` lists them.
 
-Entries are pure functions from `LoadFacts` (from config.json and the manifest) to text; `export.launch_files` writes it to the
-checkpoint's folder `serve/`. An entry is a module with
-
-    ENGINE: str                       the engine that is started, by its name in `export.readers`
-    GPUS: bool                        whether the files are only for NVIDIA GPUs
-    TITLE: str                        the engine's display name, with the version that the files are for
-    CHECKED: str                      how the files were checked
-    files(facts) -> {path: text}      paths relative to `serve/`
-    command(facts) -> str             optional: the command that uses them, run in the checkpoint's folder; left out where it
-                                      is `sh serve/NAME.sh`
-    further(facts) -> str | None      optional: why there are no files although the engine loads it, as the end of a sentence
-
-No flag is guessed: each entry's docstring names the source of its flags. All files together are about 20 kB.
+They are pure functions from `LoadFacts` (from config.json and the manifest) to text; `export.launch_files` writes it to the
+checkpoint's folder `serve/`. All files together are about 20 kB.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlmcompress.export.launch import _grafana
+from vlmcompress.export.launch._table import LAUNCHERS, Launcher
 from vlmcompress.export.readers import LoadFacts, engine_support
-from vlmcompress.utils.registry import LAUNCHERS as REGISTRY
 
-__all__ = ["REGISTRY", "commands", "render_launch_files", "refusal"]
+__all__ = ["LAUNCHERS", "command", "commands", "launch_problem", "render_launch_files"]
 
 _NOTES = """HOST, PORT and MODEL may be set for the scripts; further flags go to the engine and override those in the file:
 `PORT=9000 sh {script} {length} 8192`. The scripts listen on this machine only unless HOST says otherwise; put
@@ -36,11 +23,10 @@ choose the data source."""
 
 def launch_problem(name: str, facts: LoadFacts) -> str | None:
     """The reason why an entry has no files for a checkpoint, as the end of a sentence about it; None if it has files."""
-    launcher = REGISTRY.get(name)
-    if launcher.GPUS and facts.machine and facts.machine.capability is None:
+    launcher = LAUNCHERS[name]
+    if launcher.gpus and facts.machine and facts.machine.capability is None:
         return f"its files are for NVIDIA GPUs, and the target is {facts.machine.title}"
-    reason = engine_support(launcher.ENGINE, facts).reason
-    return reason or (launcher.further(facts) if hasattr(launcher, "further") else None)
+    return engine_support(launcher.engine, facts).reason or launcher.problem(facts)
 
 
 def render_launch_files(facts: LoadFacts) -> dict[str, str]:
@@ -58,38 +44,37 @@ def commands(facts: LoadFacts) -> list[tuple[str, str, str]]:
     """(title, command, how it was checked) of each entry with files for the checkpoint, vLLM first."""
     launchers = _loading(facts)
     names = sorted(launchers, key=lambda name: (name != "vllm", name))
-    return [(launchers[name].TITLE, command(name, facts), launchers[name].CHECKED) for name in names]
+    return [(launchers[name].title, command(name, facts), launchers[name].checked) for name in names]
 
 
 def command(name: str, facts: LoadFacts) -> str:
     """The command that uses the files of an entry, run in the checkpoint's folder."""
-    launcher = REGISTRY.get(name)
-    return launcher.command(facts) if hasattr(launcher, "command") else f"sh serve/{name}.sh"
+    line = LAUNCHERS[name].command
+    return line.format(resource=facts.resource) if isinstance(line, str) else line(facts)
 
 
-def _loading(facts: LoadFacts) -> dict[str, Any]:
+def _loading(facts: LoadFacts) -> dict[str, Launcher]:
     """The entries that have files for a checkpoint, by name."""
-    return {name: REGISTRY.get(name) for name in REGISTRY if launch_problem(name, facts) is None}
+    return {name: launcher for name, launcher in LAUNCHERS.items() if launch_problem(name, facts) is None}
 
 
 def _readme(facts: LoadFacts, paths: list[str]) -> str:
     """The page `serve/README.md`: which launch files there are, how each was checked, which engines have none and why."""
     rows, missing = [], []
-    for name in REGISTRY:
-        launcher = REGISTRY.get(name)
+    for name, launcher in LAUNCHERS.items():
         reason = launch_problem(name, facts)
         if reason is None:
             of_launcher = ", ".join(f"`{path}`" for path in launcher.files(facts))
-            rows.append(f"| {launcher.TITLE} | {of_launcher} | `{command(name, facts)}` | {launcher.CHECKED} |")
+            rows.append(f"| {launcher.title} | {of_launcher} | `{command(name, facts)}` | {launcher.checked} |")
         else:
-            missing.append(f"- {launcher.TITLE}: {reason}.")
+            missing.append(f"- {launcher.title}: {reason}.")
     sections = [f"# How to serve {facts.name}"]
     if rows:
         head = "| | files | from the folder above | checked |\n|---|---|---|---|\n"
         sections.append(head + "\n".join(rows))
     if script := next((name for name in _LENGTHS if name in paths), None):
         sections.append(_NOTES.format(script=f"serve/{script}", length=_LENGTHS[script]))
-    if facts.machine and any(launcher.ENGINE == "vllm" or launcher.GPUS for launcher in _loading(facts).values()):
+    if facts.machine and any(launcher.engine == "vllm" or launcher.gpus for launcher in _loading(facts).values()):
         count = f"{facts.gpus} of them" if facts.gpus > 1 else "one of them"
         sections.append(f"Flags are for {facts.machine.title}, {count}.")
     if facts.reducer and launch_problem("vllm", facts) is None:

@@ -1,31 +1,45 @@
-"""vLLM's OpenAI-compatible server, as a shell script, and variants with speculative decoding by n-grams or by a checkpoint's
-own head.
+"""vLLM's OpenAI-compatible server, as a shell script, and variants: speculative decoding by n-grams or by a checkpoint's own
+head, and separate servers for encoding images, prefill and decoding.
 
 Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
 vLLM's default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that trades
 the time to the first token against the time between tokens. INT8 on Blackwell requires disabling the CUTLASS kernel, which
 fails there (vllm issue 54311). Only FlashInfer supports FP8 keys and values on Ampere.
+
+Between separate servers encoder outputs are passed through a shared folder (`ECExampleConnector`, vLLM's reference), keys and
+values through NIXL (`NixlConnector`), as in vLLM's `examples/disaggregated/disaggregated_encoder`. A server that only encodes
+has no KV cache, and its token budget is irrelevant, so it is practically unlimited.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from vlmcompress.export.launch._template import execute, script
+from vlmcompress.export.launch import _shell
+from vlmcompress.export.launch._shell import execute, script
 from vlmcompress.export.readers import LoadFacts
 
-ENGINE, GPUS = "vllm", False
 TITLE = "vLLM 0.32"
-CHECKED = "executed by our tests on vLLM's CPU build"
-
 IMAGES = 4
 # If VLLM_PLUGINS lists the plugins to load, it must include the reducer's.
 PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
 # Hosts from which requests may have images fetched, separated by spaces; without it vLLM fetches any address.
 DOMAINS = "${MEDIA_DOMAINS:+--allowed-media-domains $MEDIA_DOMAINS}"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+_ROLES = """# Roles: encode | prefill-decode (two servers), or encode | prefill | decode (three). STORE is a folder
+# that the encoder and the next stage share, in memory and yours alone: STORE=$(mktemp -d -p /dev/shm). A request
+# goes to the encoder with max_tokens 1, then, unchanged, to the next stage; from prefill to decode, with the
+# parameters that the prefill server answers. vLLM has a proxy for it:
+# examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py
+ROLE="${1:?role: encode, prefill-decode, prefill or decode}"
+shift
+[ "$ROLE" = decode ] || : "${STORE:?the folder that encoder and next stage share; make one by mktemp -d -p /dev/shm}\""""
+# The folder of images' features, which the shell inserts.
+_STORED = (
+    """--ec-transfer-config '{"ec_connector": "ECExampleConnector", "ec_role": "ROLE", """
+    """"ec_connector_extra_config": {"shared_storage_path": "'"$STORE"'"}}'"""
+)
 
 
 def settings(facts: LoadFacts) -> dict[str, Any]:
@@ -65,7 +79,7 @@ def flags(facts: LoadFacts) -> list[str]:
 
 def address(port: int) -> str:
     """The flags that the shell expands from HOST, PORT and MEDIA_DOMAINS; `port`: the default port."""
-    return f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}" {DOMAINS}'
+    return f"{_shell.address(port)} {DOMAINS}"
 
 
 def environment(facts: LoadFacts) -> dict[str, str]:
@@ -77,7 +91,7 @@ def environment(facts: LoadFacts) -> dict[str, str]:
     return {}
 
 
-def files(facts: LoadFacts) -> Mapping[str, str]:
+def scripts(facts: LoadFacts) -> dict[str, str]:
     """`vllm.sh`, `vllm-speculative.sh` with speculative decoding by n-grams, and one for the checkpoint's draft head."""
     lines = []
     if facts.reducer:
@@ -100,7 +114,7 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
         "# cost otherwise. At temperature 0, answers are the same except for rounding. Measure before you keep it.",
         execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
     ]
-    scripts = {
+    texts = {
         "vllm.sh": script(title, *lines),
         "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
     }
@@ -110,8 +124,8 @@ def files(facts: LoadFacts) -> Mapping[str, str]:
             "# The checkpoint's head drafts one token per step. Needs a GPU. Compare with more tokens and with no drafting.",
             execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(setting)]),
         ]
-        scripts[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
-    return scripts
+        texts[f"vllm-{facts.draft}.sh"] = script(f"{title}, drafting by the checkpoint's {facts.draft} head", *text)
+    return texts
 
 
 def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
@@ -131,6 +145,49 @@ def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
         execute('vllm serve "$MODEL"', flags(facts), address(8000), f'--speculative-config "{setting}"'),
     ]
     return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head next to this folder", *lines)}
+
+
+def split_problem(facts: LoadFacts) -> str | None:
+    """Why a query-aware reducer has no separate encoder: that gets no text. None: it may have."""
+    query_aware = facts.reducer and facts.reducer.query_aware
+    return "the reducer is query-aware, and a separate encoder does not get the question" if query_aware else None
+
+
+def split(facts: LoadFacts) -> dict[str, str]:
+    """`vllm-split.sh`, which takes the role as its first argument."""
+    lines = [_ROLES]
+    if facts.reducer:
+        lines.append(f"{PLUGIN}  # the reducer's plugin")
+    lines += [f"export {key}={value}" for key, value in environment(facts).items()]
+    lines.append('case "$ROLE" in')
+    whole = flags(facts)
+    # An encoder has no KV cache, nor steps of the language model.
+    no_encoder = {"--enable-prefix-caching", "--kv-cache-dtype", "--attention-backend", "--max-num-batched-tokens"}
+    at = [number for number, flag in enumerate(whole) if flag.startswith("--")] + [len(whole)]
+    pairs = [whole[start:end] for start, end in zip(at, at[1:], strict=False)]
+    encoder = [flag for pair in pairs if pair[0] not in no_encoder for flag in pair]
+    encoder += ["--enable-request-id-headers", "--no-enable-prefix-caching", "--mm-encoder-only", "--enforce-eager"]
+    encoder += ["--max-num-batched-tokens", "114688"]
+    whole.append("--enable-request-id-headers")
+    for role, port, arguments, images in (
+        ("encode", 8001, encoder, "ec_producer"),
+        ("prefill-decode", 8002, whole, "ec_consumer"),
+        ("prefill", 8002, [*whole, *_keys("kv_producer")], "ec_consumer"),
+        ("decode", 8003, [*whole, *_keys("kv_consumer")], ""),
+    ):
+        lines.append(f"{role})")
+        if channel := {"prefill": 5559, "decode": 6000}.get(
+            role
+        ):  # two NIXL servers of one machine must not share a port
+            lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_PORT="${{VLLM_NIXL_SIDE_CHANNEL_PORT:-{channel}}}"')
+        stored = [_STORED.replace("ROLE", images)] if images else []
+        lines += [execute('vllm serve "$MODEL"', arguments, *stored, address(port)), ";;"]
+    lines += ['*) echo "no role $ROLE: encode, prefill-decode, prefill or decode" >&2; exit 2 ;;', "esac"]
+    return {"vllm-split.sh": script(f"{facts.name} in {TITLE}, encode, prefill and decode apart", *lines)}
+
+
+def _keys(role: str) -> list[str]:
+    return ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]
 
 
 def _step(facts: LoadFacts) -> int | None:

@@ -25,7 +25,7 @@ def write_openvino(tree: Path, family: str, source: ParameterSource) -> None:
         write_graphs,  # imports openvino, which listing families does not need
     )
 
-    write_graphs(tree, REGISTRY.get(family).FAMILY, source)
+    write_graphs(tree, REGISTRY.get(family), source)
 
 
 def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
@@ -49,7 +49,7 @@ def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, A
         raise UserError(
             f"OpenVINO GenAI supports only the reducer {METHOD} with no option but keep; use that, or resize:SHARE"
         )
-    if family and not REGISTRY.get(family).FAMILY.prunes:
+    if family and not REGISTRY.get(family).prunes:
         raise UserError(
             f"OpenVINO GenAI drops no visual tokens of the family {family}; make images smaller with --reduce resize:SHARE"
         )

@@ -38,15 +38,15 @@ class Numbers:
 
     def holds(self, group: QuantizedGroup) -> bool:
         """Whether a config group is among them."""
+        allowed = (
+            *((self.bits, group.bits), (self.strategies, group.strategy), (self.sizes, group.size)),
+            *((self.activations, group.activations), (self.packings, group.packing)),
+        )
         return (
             group.kind == self.kind
-            and (not self.bits or group.bits in self.bits)
-            and (not self.strategies or group.strategy in self.strategies)
-            and (not self.sizes or group.size in self.sizes)
-            and (not self.activations or group.activations in self.activations)
-            and (self.symmetric is None or group.symmetric == self.symmetric)
-            and (self.dynamic is None or group.activations is None or group.dynamic == self.dynamic)
-            and (not self.packings or group.packing in self.packings)
+            and all(not values or value in values for values, value in allowed)
+            and self.symmetric in (None, group.symmetric)
+            and (group.activations is None or self.dynamic in (None, group.dynamic))
         )
 
 
@@ -129,7 +129,6 @@ _VLLM = {
     "fp8": Cell(_EVERY, "read: quantization/fp8.py"),
 }
 _ONE_WIDTH = "one scheme for all layers of the decoder blocks"  # optimum does not read `dynamic`
-_OPTIMUM = "optimum finds no decoder blocks in it"
 _TRANSFORMERS: dict[str, Cell | str] = {
     "bf16": Cell(_16_BITS, _LOADED, loader=("experts",)),
     "compressed-tensors": Cell(
@@ -161,15 +160,22 @@ _TRANSFORMERS: dict[str, Cell | str] = {
             experts=frozenset(),
             kept_layers=False,
             needs=("transformers>=5.15", "gptqmodel", "optimum", "accelerate"),
-            lacking={
-                "Idefics3ForConditionalGeneration": _OPTIMUM,
-                "SmolVLMForConditionalGeneration": _OPTIMUM,
-            },
+            lacking=dict.fromkeys(
+                ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+                "optimum finds no decoder blocks in it",
+            ),
         ),
     ),
     "modelopt": "it does not know ModelOpt's files, of which it loads codes without their scales",
 }
-_EXPERTS = frozenset({"Glm4vMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+
+
+def _classes(*names: str) -> frozenset[str]:
+    """Architectures, by what their names begin with; several in one string."""
+    return frozenset(f"{name}ForConditionalGeneration" for name in " ".join(names).split())
+
+
+_EXPERTS = _classes("Glm4vMoe Qwen3_5Moe")
 _GPTQMODEL = {
     "awq": Cell("4 bits", _LOADED, (_PACKED_4,), vocabulary=False, experts=_EXPERTS),
     **dict.fromkeys(("gptq", "gptq-v2"), Cell(_EVERY, _LOADED, vocabulary=False, experts=_EXPERTS)),
@@ -232,9 +238,7 @@ _TENSORRT = {
     ),
     "modelopt": Cell(_EVERY, _READ_TENSORRT),
 }
-_QWEN_VL = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
-_QWEN3_VL = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
-_QWEN3_5 = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+_QWEN = "Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe"
 _RUN_MLX = "run: tests/engines/test_mlx.py"
 _MLX = {
     "bf16": Cell(f"{_16_BITS}, with config.json as published", _RUN_MLX),
@@ -265,33 +269,21 @@ ENGINES: Mapping[str, EngineFormats] = {
         "7.7",
         _GPTQMODEL,
         other="it reads AWQ and GPTQ, not {}",
-        architectures=frozenset(
-            {
-                *("Gemma4ForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
-                *("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", *_EXPERTS),
-            }
-        ),
+        architectures=_classes("Gemma4 Lfm2Vl Qwen3VL Qwen3_5") | _EXPERTS,
         absent="it finds no weights of {} under the names that its files have",
     ),
     "sglang": EngineFormats(
         "SGLang",
         "0.5.23",
         _SGLANG,
-        architectures=frozenset(
-            {
-                *("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
-                *(*_QWEN_VL, *_QWEN3_VL, *_QWEN3_5, "InternVLChatModel"),
-            }
-        ),
+        architectures=_classes("Llava Gemma3 Lfm2Vl", _QWEN) | {"InternVLChatModel"},
     ),
     "lmdeploy": EngineFormats(
         "LMDeploy",
         "0.18.0",
         _LMDEPLOY,
         other="its TurboMind engine does not read the format {}",
-        architectures=frozenset(
-            {*_QWEN_VL, *_QWEN3_5, "InternVLForConditionalGeneration", "InternVLChatModel"},
-        ),
+        architectures=_classes("Qwen2VL Qwen2_5_VL Qwen3_5 Qwen3_5Moe InternVL") | {"InternVLChatModel"},
         absent="its TurboMind engine does not know {}",
     ),
     "tensorrt-llm": EngineFormats(
@@ -299,9 +291,7 @@ ENGINES: Mapping[str, EngineFormats] = {
         "of 2026",
         _TENSORRT,
         other="it is not known to read the format {} without building an engine",
-        architectures=frozenset(
-            {"LlavaNextForConditionalGeneration", "Gemma3ForConditionalGeneration", *_QWEN_VL, *_QWEN3_VL, *_QWEN3_5}
-        ),
+        architectures=_classes("LlavaNext Gemma3", _QWEN),
         absent="its PyTorch backend has no {} with images",
     ),
     "llamacpp": EngineFormats(
@@ -323,16 +313,9 @@ ENGINES: Mapping[str, EngineFormats] = {
         "0.7.10",
         _MLX,
         other="it does not load the format {}; take --format mlx",
-        architectures=frozenset(
-            {
-                *(*_QWEN_VL, *_QWEN3_VL, *_QWEN3_5, "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
-                *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
-                *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-                *("InternVLForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
-                # not LLaVA-NeXT, whose tiles mlx-vlm 0.7.10 puts together in another way: its answers about images are wrong
-                *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration"),
-                "Mistral3ForConditionalGeneration",
-            }
+        # not LLaVA-NeXT, whose tiles mlx-vlm 0.7.10 puts together in another way: its answers about images are wrong
+        architectures=_classes(
+            *(_QWEN, "Gemma3 Gemma4 Glm4v Glm4vMoe Idefics3 SmolVLM InternVL Lfm2Vl Llava LlavaOnevision Mistral3")
         ),
         absent="it has no class for {} that answers as transformers' does",
         reducers=("coverage", "divprune", "pool", "uniform"),

@@ -106,6 +106,7 @@ def encode_usable(
         progress("encoding samples", number + 1, len(samples))
     bad = len(usable.skipped)
     many = bad > SKIPPED * len(samples) and not reading.allows(bad, len(samples))
+    # Samples that all fail alike point to the model's own files; a plain question shows whether these are at fault.
     if bad and (many or not usable.samples):
         try_processor_and_template(vlm)
         raise UserError(bad_samples_message(source, usable.skipped, len(samples), reading.skip_bad))
@@ -306,6 +307,7 @@ def _require_placeholders(sample: Sample, inputs: Inputs, features: Features) ->
     vlm, ids = features.vlm, inputs["input_ids"]
     visual = _visual(ids, vlm)
     placeholders, pictures = int(visual.sum()), len(sample.images) + len(sample.videos)
+    # Either the template shows no image, or config.json's id is not the one that the processor writes.
     if bool(placeholders) != bool(pictures):
         raise UserError(
             f"{sample.name}: {placeholders} placeholder tokens for {pictures} images or videos; {_image_token_remedy(ids, vlm)}"
@@ -317,6 +319,7 @@ def _require_placeholders(sample: Sample, inputs: Inputs, features: Features) ->
             f"{sample.name}: the tokenizer gives id {largest}, and the model's embedding has {rows} rows; tokenizer and "
             "config.json do not belong together"
         )
+    # From here on features are counted: the model's own code runs, with zeros for the tower's work (`models._placeholders`).
     if not pictures:
         return
     grids = [inputs[name].prod(-1).sum() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
@@ -359,6 +362,7 @@ def _modality(sample: Sample, turns: list[Turn], media: Media, inputs: Inputs, v
     for index, turn in enumerate(turns):
         if turn["role"] == "assistant":
             start, end = _answer_span(sample, turns, index, media, ids, vlm)
+            # Position i predicts token i + 1, so the answer's positions are one to the left of its tokens.
             mask[start - 1 : end - 1] = ANSWER
     if sample.answer and sample.answer.strip() and not (mask == ANSWER).any():
         raise UserError(f"{sample.name}: the model's chat template does not show the answer; check the template")
@@ -379,9 +383,8 @@ def _answer_span(sample: Sample, turns: list[Turn], index: int, media: Media, id
     end = len(ids) - min(_agreement(ids.flip(0), changed.flip(0)), len(ids) - start)
     if start == len(ids) == len(changed):
         return 0, 0  # the template does not show this turn
-    ends = _end_ids(
-        vlm
-    )  # the model has to learn to stop, so the end token belongs to the answer; only blanks may precede it
+    # The model has to learn to stop, so the end token belongs to the answer; only blanks may precede it.
+    ends = _end_ids(vlm)
     for position in range(end, len(ids)):
         if int(ids[position]) in ends:
             return start, position + 1
@@ -443,6 +446,7 @@ class Encoded(Sequence[Inputs]):
         inputs = self._kept.get(index)
         if inputs is None:
             inputs = _encode_one(self._samples[index], self._features, self._max_length)
+            # The first samples stay in memory; a cache that replaced them would never hit in passes from first to last.
             size = sum(value.nbytes for value in inputs.values())
             if size <= self._room:
                 self._room -= size

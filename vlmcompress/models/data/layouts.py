@@ -86,6 +86,7 @@ def columns_problem(names: Collection[str], columns: Mapping[str, str], text: bo
             return f"is to be read with columns for '{field}', which is no field{did_you_mean(field, FIELDS)}"
         if column not in names:
             return f"has no column '{column}', which columns names for {field}{did_you_mean(column, names)}"
+    # What a sample needs: something that asks, and, but for text, something to look at.
     speaks = bool({*TURNS, *QUESTIONS, "texts", "prompt"} & lower or {"question", "messages"} & set(columns))
     pictured = any(name.lower() in IMAGES or _NUMBERED.fullmatch(name) for name in names)
     shows = pictured or bool({*VIDEOS} & lower or {"image", "video"} & set(columns))
@@ -142,6 +143,8 @@ def standard_row(row: Row, columns: Mapping[str, str], question: str | None = No
     standardized |= (
         {"video": row.get(columns["video"])} if "video" in columns else {name: rest.get(name) for name in VIDEOS}
     )
+    # From here on the kinds of public data, the most specific first: turns; the_cauldron's texts; TRL's prompt and
+    # completion; question and answer, with Alpaca's `input` and MMBench's options.
     text = first("question", QUESTIONS if question is None else ())
     free = text is None and not {"question", "messages"} & columns.keys()
     if turns is not None:

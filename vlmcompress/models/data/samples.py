@@ -137,6 +137,7 @@ def from_reference(text: str, folder: Path, origin: str, kind: str = "image") ->
         return _data_uri(text, origin, kind)
     if scheme == "file":
         text = unquote(urlparse(text).path)
+    # A file before base64: short names of files are valid base64, too.
     path = folder / text
     try:
         if "\0" not in text and path.exists():
@@ -157,6 +158,7 @@ def _plain_base64(text: str) -> bytes | None:
         data = base64.b64decode("".join(text.split()), validate=True)
     except (ValueError, binascii.Error):
         return None
+    # Many words decode as base64; only what begins like an image or film is one.
     return data if data.startswith(_ENCODED) or data[4:8] == b"ftyp" else None
 
 
@@ -186,6 +188,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(_to_8_bit(np.asarray(image), full)).convert("RGB")
     if image.mode == "La":
         image = image.convert("LA")
+    # A viewer shows transparent pixels on its page; `convert` alone would show the colour that hides below them.
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -353,6 +356,7 @@ def _messages(conversations: Any, origin: str) -> list[Any]:
         {"role": SPEAKERS.get(str(turn["from"]), turn["from"]), "content": turn["value"]} if "from" in turn else turn
         for turn in named
     ]
+    # A turn of an unknown speaker would be dropped or taken for the user's by the templates.
     if strangers := [turn["role"] for turn in renamed if turn["role"] not in ROLES]:
         raise BadSample(f"{origin}: conversations has a turn from '{strangers[0]}'; known are human, gpt and system")
     return renamed
@@ -425,6 +429,7 @@ def media_source(value: Any, folder: Path, origin: str, kind: str = "image") -> 
 def _bind(turns: list[dict[str, Any]], column: Sequence[Any], origin: str, kind: str = "image") -> None:
     """Assign a row's images or videos to the parts without a source; add parts if there are none. BadSample if too few."""
     waiting = [p for turn in turns for p in turn["content"] if p["type"] == kind and p["source"] is None]
+    # Turns without parts for them: the column says how many there are, marks in the text say where.
     if column and not waiting:
         waiting = _make_places(turns, len(column), kind)
     if len(waiting) != len(column):

@@ -195,6 +195,7 @@ def preview(
     if hub.parse_repository(source, "dataset") is not None:
         return None
     path = Path(source)
+    # These hold images between the rows; to read all rows is to read all images.
     binary = path.suffix.lower() == ".parquet" or (path / "dataset_info.json").is_file()
     if path.is_file() and not binary and path.stat().st_size > _LARGE:
         return None
@@ -202,6 +203,7 @@ def preview(
     room, decoded = [DECODED], [0]
 
     def look(sample: Sample) -> None:
+        # The first images are decoded, of the others headers are read, so that a preview of any data takes seconds.
         fits = room[0] > 0
         room[0] -= _open_images(sample, decode=fits)
         decoded[0] += fits and bool(sample.images)

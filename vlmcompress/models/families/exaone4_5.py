@@ -18,7 +18,6 @@ SPEC = replace(
     mixed_blocks="attention in windows",
     mtp=MtpHead("mtp", "num_nextn_predict_layers", top=True),
     names=replace(qwen2_5_vl.SPEC.names, hub=(), prefixes=QWEN_ENGINE),
-    tower=replace(qwen2_5_vl.SPEC.tower, attention=None),
     images=replace(qwen2_5_vl.SPEC.images, positions="1d"),
     engine=replace(qwen2_5_vl.SPEC.engine, mlx=MlxClass()),
 )

@@ -17,6 +17,5 @@ SPEC = replace(
         LinearGroup("gate_up", ("mlp.gate_proj", "mlp.up_proj"), ("norm2",), fused=True),
         LinearGroup("down", ("mlp.down_proj",), ("mlp.up_proj",), "linear"),
     ),
-    tower=replace(qwen2_vl.SPEC.tower, attention="attn"),
     engine=replace(qwen2_vl.SPEC.engine, tool_calls=("hermes", "<tool_call>")),
 )

@@ -51,7 +51,7 @@ SPEC = ModelSpec(
     vision_groups=QWEN3_TOWER,
     layout=qwen2_vl.layout,
     names=EngineNames(prefixes=QWEN_ENGINE, mapper=QWEN_ENGINE),
-    tower=Tower(attention="attn", blocks="Qwen3"),
+    tower=Tower(blocks="Qwen3"),
     images=Images(
         placeholders=qwen2_vl.placeholders,
         processor=qwen2_vl.image_processor,

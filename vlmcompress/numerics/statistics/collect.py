@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from vlmcompress.numerics.statistics.inputs import CROSS, ROWS, SAMPLE, GroupStats, add_cross, add_product
+from vlmcompress.numerics.statistics.inputs import ROWS, SAMPLE, GroupStats, add_product
 from vlmcompress.numerics.statistics.tokens import Split
 from vlmcompress.numerics.statistics.tokens import split_modalities as split_by
 
@@ -27,26 +27,23 @@ class Collector:
 
     Args:
         width: input features `in`.
-        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
+        needs: which statistics to keep, a subset of `STATISTICS`.
     """
 
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self._stats = GroupStats(width, needs)
-        # [ROWS, in] of each modality, in the dtype of the inputs; [ROWS, 2 in] with the differences to the 16-bit model's
-        # inputs
-        self._waiting: dict[str, Tensor] = {}
+        self._waiting: dict[str, Tensor] = {}  # [ROWS, in] of each modality, in the dtype of the inputs
         self._filled: dict[str, int] = {}
         self._norms: Tensor | float = 0.0  # a sum of norms of rows, finite if all rows are
 
     @torch.no_grad()
-    def add(self, x: Tensor, split: Split | Tensor | None = None, original: Tensor | None = None) -> None:
+    def add(self, x: Tensor, split: Split | Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
             x: `[..., in]` inputs, any float dtype.
             split: which rows belong to which modality and which are kept in the sample, on `x`'s device; or only the modality
                 of each row, `[...]` (0 ignored, 1 text, 2 vision, 3 answer), and no sample; None: all rows are text.
-            original: the 16-bit model's inputs at the same tokens, shaped like `x`, for the cross-Gram matrix.
         """
         width = self._stats.width
         if x.shape[-1] != width:
@@ -56,15 +53,9 @@ class Collector:
             split = split_by(torch.ones(len(x)) if split is None else split).to(x.device)
         if split.tokens != len(x):
             raise ValueError(f"the modality mask has {split.tokens} entries for {len(x)} tokens")
-        rows = x
-        if CROSS in self._stats.needs:
-            if original is None or original.numel() != x.numel():
-                raise ValueError("the cross-Gram matrix needs the 16-bit model's inputs at the same tokens")
-            # [tokens, 2 in]: X and X' - X side by side; the difference is taken before any sum (`statistics.inputs`).
-            rows = torch.cat([x, original.view_as(x) - x], 1)
         for name, index in split.rows.items():
             self._stats.count[name] += split.count[name]
-            self._gather(name, rows, index)
+            self._gather(name, x, index)
             if "absmax" in self._stats.needs and name in split.drawn:
                 places, chosen = split.drawn[name]
                 kept = self._stats._rows.setdefault(name, x.new_zeros(SAMPLE, width))
@@ -102,8 +93,6 @@ class Collector:
         for name in (name for name, count in counts.items() if count):
             if "gram" in needs and name not in stats._pending:
                 stats._gram[name] = total(local(stats._gram, name, width, width))
-            if CROSS in needs and name not in stats._pending:
-                stats._cross[name] = total(local(stats._cross, name, width, width))
             if "absmean" in needs:
                 stats._abssum[name] = total(local(stats._abssum, name, width))
             if "absmax" in needs:
@@ -117,9 +106,9 @@ class Collector:
             if filled:
                 rows = self._waiting[name][:filled]
                 self._measure(name, rows)
-                if name in self._stats._gram or name in self._stats._cross:
+                if name in self._stats._gram:
                     self._multiply(name, rows)
-                elif self._stats.needs & {"gram", CROSS}:
+                elif "gram" in self._stats.needs:
                     self._stats._pending[name] = rows
         self._waiting, self._filled = {}, {}
         # A single device synchronization.
@@ -155,7 +144,7 @@ class Collector:
         self._filled[name] = filled
 
     def _measure(self, name: str, rows: Tensor) -> None:
-        """Add the magnitudes of `rows` of a modality, `[n, in]` or `[n, 2 in]` with differences to the 16-bit model."""
+        """Add the magnitudes of `rows` of a modality, `[n, in]`."""
         stats, cpu = self._stats, rows.device.type == "cpu"
         # On a CPU a part at a time, which stays in cache as float32.
         for part in rows.split(max(16, _CACHE // rows.shape[1]) if cpu else ROWS):
@@ -163,7 +152,7 @@ class Collector:
             self._norms = self._norms + torch.linalg.vector_norm(part, dtype=torch.float32)
             if not stats.needs & {"absmax", "absmean"}:
                 continue
-            size = part[:, : stats.width].abs()
+            size = part.abs()
             if "absmean" in stats.needs:  # float32 sums: bfloat16's eight bits are too few for many tokens
                 new, old = size.sum(0, dtype=torch.float32), stats._abssum.get(name)
                 stats._abssum[name] = new if old is None else old.add_(new)
@@ -178,8 +167,4 @@ class Collector:
             fresh = name not in stats._gram
             if fresh:  # not zeros: what lies below the block upper triangle stays unmapped on a CPU
                 stats._gram[name] = torch.empty(width, width, device=rows.device)
-            add_product(stats._gram[name], rows[:, :width], fresh=fresh)
-        if CROSS in stats.needs:
-            if name not in stats._cross:
-                stats._cross[name] = torch.zeros(width, width, device=rows.device)
-            add_cross(stats._cross[name], rows)
+            add_product(stats._gram[name], rows, fresh=fresh)

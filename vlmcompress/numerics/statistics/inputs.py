@@ -19,11 +19,6 @@ The mean in AWQ's scales is weighted like the losses, so that candidates and los
 pooled). A maximum does not depend on token counts, and a pooled one belongs to a single modality. No paper weights maxima; the
 weighted mean is our choice. Where modality m holds the pooled maximum, the mean is at least `p_m` of it, so SmoothQuant leaves
 its channel at most `p_m^-alpha` times larger. No method depends on an overall factor; `N` keeps G as large as the pooled one.
-
-After quantized blocks, a layer's inputs X differ from the 16-bit model's inputs `X'` at the same tokens. The *cross-Gram
-matrix* `X^T X'` relates the two. It is stored minus the Gram matrix, `C = X^T (X' - X)`, because the small difference of two
-large sums would be lost in rounding. It is weighted and rescaled like G, is not symmetric, and is never written to a file, as
-it depends on how earlier blocks were quantized.
 """
 
 from __future__ import annotations
@@ -42,8 +37,7 @@ from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity, sha
 
 SAMPLE = 64  # rows kept of each modality
 ROWS = 2048  # rows of a modality multiplied at a time
-STORABLE = frozenset({"gram", "absmax", "absmean"})  # what can be stored
-CROSS = "cross"
+STATISTICS = frozenset({"gram", "absmax", "absmean"})  # what can be collected
 _LARGE = 2048  # columns of G computed at a time on an accelerator, where small products cost mostly their launch
 _BLOCK = 256  # columns of G computed at a time on a CPU; measured: skips almost half the work and still suits BLAS
 
@@ -53,18 +47,17 @@ class GroupStats:
 
     Args:
         width: input features `in`.
-        needs: which statistics to keep, a subset of {"gram", "absmax", "absmean", "cross"}.
+        needs: which statistics to keep, a subset of `STATISTICS`.
     """
 
     def __init__(self, width: int, needs: Iterable[str] = ("gram",)):
         self.width = width
         self.needs = frozenset(needs)
-        if unknown := self.needs - STORABLE - {CROSS}:
-            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted({*STORABLE, CROSS})}")
+        if unknown := self.needs - STATISTICS:
+            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {sorted(STATISTICS)}")
         self.count: dict[str, int] = dict.fromkeys(MODALITIES, 0)
         self._gram: dict[str, Tensor] = {}  # [in, in], block upper triangle valid
-        self._cross: dict[str, Tensor] = {}  # [in, in]
-        self._pending: dict[str, Tensor] = {}  # [at most ROWS, in or 2 in], X of modalities without these sums
+        self._pending: dict[str, Tensor] = {}  # [at most ROWS, in], X of modalities without this sum
         self._absmax: dict[str, Tensor] = {}  # [in]
         self._abssum: dict[str, Tensor] = {}  # [in]
         self._rows: dict[str, Tensor] = {}  # [at most SAMPLE, in]
@@ -73,8 +66,8 @@ class GroupStats:
         self.routed = False  # whether the layers belong to an expert, which sees only some of the tokens
         self.borrowed = 0  # number of an expert's tokens that the router did not send to it
         self._merged: Tensor | None = None  # [in, in], cached result of `gram` before scaling, see `merged`
-        self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller, not stored
-        self.held_out: GroupStats | None = None  # of inputs that no weight is fitted to; set by the caller, not stored
+        self.sensitivity: Sensitivity | None = None  # sensitivity of the group's output, set by the caller
+        self.held_out: GroupStats | None = None  # of inputs that no weight is fitted to; set by the caller
 
     def gram(self, weights: Mapping[str, float] | None = None) -> Tensor:
         """The Gram matrix `sum_m w_m X_m^T X_m`, float32 `[in, in]`, summed over tokens.
@@ -87,26 +80,6 @@ class GroupStats:
         total = _finite(_mirror(self._sum(self._weighed(weights))))
         return total if self._scale is None else total.div_(self._scale).div_(self._scale[:, None])
 
-    def cross(self, weights: Mapping[str, float] | None = None) -> Tensor:
-        """The cross-Gram matrix minus the Gram matrix, `sum_m w_m X_m^T (X'_m - X_m)`, float32 `[in, in]`; see the module.
-
-        `X'` are the inputs in the 16-bit model. Weights as in `gram`. Raises ValueError if it was not collected, or holds NaN
-        or Inf.
-        """
-        if CROSS not in self.needs:
-            raise ValueError(
-                "the statistics were collected without the cross-Gram matrix, which depends on the quantized blocks before; "
-                "leave them out and name calibration data"
-            )
-        weighed = self._weighed(weights)
-        total = torch.zeros(self.width, self.width, device=self._device)
-        for name, weight in weighed.items():
-            if name in self._pending:
-                add_cross(total, self._pending[name], weight)
-            else:
-                total.add_(self._cross[name], alpha=weight)
-        return _finite(total if self._scale is None else (total / self._scale).div_(self._scale[:, None]))
-
     def importance(self) -> Tensor | None:
         """The diagonal of `gram()`, float32 `[in]`, without computing the matrix; None if no Gram matrix was collected."""
         if "gram" not in self.needs:
@@ -114,8 +87,7 @@ class GroupStats:
         weighed = self._weighed(None)
         parts = [self._gram[name].diagonal() * weight for name, weight in weighed.items() if name in self._gram]
         for name in weighed.keys() & self._pending.keys():
-            rows = self._pending[name][:, : self.width]
-            parts += [part.float().square().sum(0).mul_(weighed[name]) for part in rows.split(_BLOCK)]
+            parts += [p.float().square().sum(0).mul_(weighed[name]) for p in self._pending[name].split(_BLOCK)]
         return _finite(self._divided(self._divided(torch.stack(parts).sum(0))))
 
     def merged(self) -> GroupStats:
@@ -189,7 +161,7 @@ class GroupStats:
         if pending := [index for index, name in enumerate(names) if name in self._pending]:
             both = torch.cat(changes).T
             for index in pending:
-                outputs = self._pending[names[index]][:, : self.width].float() @ both
+                outputs = self._pending[names[index]].float() @ both
                 sizes = [output.square().sum(dtype=torch.float64) for output in outputs.split([len(dw), len(w)], 1)]
                 totals[:, index] += torch.stack(sizes)
         return {
@@ -218,43 +190,6 @@ class GroupStats:
             errors[name] = float(((rounded(x) - x) @ q.float().T).square().sum()) / size if size > 0 else 0.0
         return errors
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """All statistics except the cross-Gram matrix, as named tensors for safetensors; Gram matrices as their block upper
-        triangle."""
-        state = {"width": torch.tensor(self.width), "needs": torch.tensor([n in self.needs for n in sorted(STORABLE)])}
-        state["block"] = torch.tensor(_BLOCK)
-        if self._scale is not None:
-            state["scale"] = self._scale
-        if self._shares is not None:
-            state["shares"] = torch.tensor([self._shares.get(m, 0.0) for m in MODALITIES], dtype=torch.float64)
-        state["count"] = torch.tensor([self.count[m] for m in MODALITIES])
-        if self.routed:
-            state["borrowed"] = torch.tensor(self.borrowed)
-        if "gram" in self.needs:
-            grams = self._gram | {name: self._sum({name: 1.0}) for name in self._pending}
-            state |= {f"gram.{name}": _pack(gram) for name, gram in grams.items()}
-        state |= {f"rows.{name}": rows.bfloat16() for name, rows in self._with(_scale=None).sample().items()}
-        for kind, values in (("absmax", self._absmax), ("abssum", self._abssum)):
-            state |= {f"{kind}.{name}": value for name, value in values.items()}
-        return state
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Tensor]) -> GroupStats:
-        """The inverse of `state_dict`."""
-        needs = [name for name, kept in zip(sorted(STORABLE), state["needs"].tolist(), strict=True) if kept]
-        stats = cls(int(state["width"]), needs)
-        stats.count = dict(zip(MODALITIES, state["count"].tolist(), strict=True))
-        stats.routed, stats.borrowed = "borrowed" in state, int(state.get("borrowed", 0))
-        stats._scale = state["scale"].clone() if "scale" in state else None
-        if "shares" in state:
-            stats._shares = {m: p for m, p in zip(MODALITIES, state["shares"].tolist(), strict=True) if p}
-        for key, value in state.items():
-            kind, dot, name = key.partition(".")
-            if dot:
-                whole = _unpack(value, stats.width, int(state["block"])) if kind == "gram" else value.clone()
-                getattr(stats, f"_{kind}")[name] = whole
-        return stats
-
     def _weighed(self, weights: Mapping[str, float] | None) -> dict[str, float]:
         """Factor of each modality's Gram matrix, without zeros; `weights` None: 1, or the factors of the balance."""
         if weights is None and self._shares is not None:  # w_m = N p_m / n_m
@@ -274,15 +209,16 @@ class GroupStats:
         return self._seen({**self._pending, **self._gram}, "gram")
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device of the Gram matrices."""
         return next(iter((self._gram or self._pending).values())).device
 
     def _sum(self, weights: Mapping[str, float]) -> Tensor:
         """The block upper triangle of `sum_m w_m X_m^T X_m`, float32 `[in, in]`."""
-        total = torch.empty(self.width, self.width, device=self._device)
+        total = torch.empty(self.width, self.width, device=self.device)
         for number, (name, weight) in enumerate(weights.items()):
             if name in self._pending:
-                add_product(total, self._pending[name][:, : self.width], weight, fresh=not number)
+                add_product(total, self._pending[name], weight, fresh=not number)
                 continue
             for a, b in _blocks(self.width):  # below these rows of the block upper triangle a CPU has mapped no memory
                 rows = self._gram[name][a:b, a:]
@@ -343,23 +279,8 @@ def _traces(changes: list[Tensor], grams: list[Tensor]) -> Tensor:
     return total
 
 
-def _blocks(width: int, block: int | None = None) -> list[tuple[int, int]]:
-    step = block or _BLOCK
-    return [(a, min(a + step, width)) for a in range(0, width, step)]
-
-
-def _pack(gram: Tensor) -> Tensor:
-    """Pack the block upper triangle of `[in, in]` into a vector, a little more than half the numbers."""
-    return torch.cat([gram[:b, a:b].reshape(-1) for a, b in _blocks(gram.shape[0])])
-
-
-def _unpack(packed: Tensor, width: int, block: int) -> Tensor:
-    """Restore the symmetric `[in, in]` from a vector of `_pack` with blocks of `block` columns."""
-    gram, cut = packed.new_empty(width, width), 0
-    for a, b in _blocks(width, block):
-        gram[:b, a:b] = packed[cut : cut + b * (b - a)].view(b, b - a)
-        cut += b * (b - a)
-    return _mirror(gram, block)
+def _blocks(width: int) -> list[tuple[int, int]]:
+    return [(a, min(a + _BLOCK, width)) for a in range(0, width, _BLOCK)]
 
 
 def add_product(gram: Tensor, rows: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
@@ -390,13 +311,6 @@ def _add_triangle(gram: Tensor, rows: Tensor, weight: float, start: int, end: in
 def _multiplied(device: torch.device) -> int:
     """Columns of a Gram matrix to compute in one product on `device`."""
     return _BLOCK if device.type == "cpu" else _LARGE
-
-
-def add_cross(cross: Tensor, rows: Tensor, weight: float = 1.0) -> None:
-    """Add `weight X^T D` to `cross [in, in]`, in place, for `rows [tokens, 2 in]` of X and D side by side."""
-    with _factors(rows) as factors:
-        left, right = factors.split(len(cross), 1)
-        _add(cross, left, right, weight, fresh=False)
 
 
 def _add(target: Tensor, left: Tensor, right: Tensor, weight: float, fresh: bool) -> None:
@@ -446,9 +360,9 @@ def wide_products(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def _mirror(gram: Tensor, block: int | None = None) -> Tensor:
+def _mirror(gram: Tensor) -> Tensor:
     """Fill the lower triangle from the upper one, in place: on a CPU in squares that stay in cache, elsewhere by columns."""
-    blocks = _blocks(gram.shape[0], block)
+    blocks = _blocks(gram.shape[0])
     for i, (a, b) in enumerate(blocks):
         for c, d in blocks[i + 1 :] if gram.device.type == "cpu" else [(b, gram.shape[0])]:
             gram[c:d, a:b] = gram[a:b, c:d].T

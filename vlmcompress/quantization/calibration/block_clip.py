@@ -69,7 +69,7 @@ def search_ranges(
     others = dict(method.others)
     for key, percentile in chosen.items():
         options = {**vars(_options(method.others.get(key, method))), "percentile": percentile}
-        others[key] = QuantMethod(qvlm, qvlm.Ranged(**options))
+        others[key] = QuantMethod(qvlm.SCHEME, qvlm.Ranged(**options))
     return replace(method, others=others)
 
 
@@ -99,7 +99,7 @@ class _Weights:
     """The weights of a run's linear layers, quantized in the ranges chosen so far; restored at the end."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], method: QuantMethod):
-        self.formats = {(g.layer, g.name): qvlm.scheme(_options(method.of(g))).weights for g in groups}
+        self.formats = {(g.layer, g.name): qvlm.SCHEME.scheme(_options(method.of(g))).weights for g in groups}
         self.weights = {
             (group.layer, group.name): [model.get_parameter(f"{name}.weight") for name in group.linears]
             for group in groups

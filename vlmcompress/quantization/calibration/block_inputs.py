@@ -15,10 +15,9 @@ same length.
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,17 +73,6 @@ class Batch:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
     calls: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
     added: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
-
-    def reference_copy(self) -> Batch:
-        """Copy of the batch, for the stream through the unquantized blocks.
-
-        Data that blocks pass to later ones (keys and values, in Gemma 4 by a shared `UserDict`) is copied as well.
-        """
-        copies: dict[int, Any] = {}
-        return replace(
-            self,
-            calls=tree_map_only(UserDict, lambda shared: copies.setdefault(id(shared), UserDict(shared)), self.calls),
-        )
 
     def set_hidden(self, hidden: Tensor) -> None:
         """Set the input of the next block."""

@@ -5,16 +5,12 @@
 * "float": nothing. A block runs once, and its output is the next one's input.
 * "blocks": the caller modifies each yielded block, which then runs again, so that the next block sees the new output. The
   first run ends at the last layer whose input is captured.
-* "groups": a block is captured group by group; the caller modifies each group before the next one is captured.
 
-Where the cross-Gram matrix is captured (`statistics.inputs`), copies of the batches run through the original blocks, each
-batch just before it runs through the modified block. Layer inputs of both are in memory for one batch at a time, hidden states
-between two blocks for all batches. Otherwise memory holds one block's statistics and, on an accelerator, one block's weights.
+Memory holds one block's statistics and, on an accelerator, one block's weights.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 
@@ -25,14 +21,13 @@ from vlmcompress import models
 from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, resident, trim, widened
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.numerics.statistics.inputs import CROSS, ROWS, SAMPLE
+from vlmcompress.numerics.statistics.inputs import ROWS, SAMPLE
 from vlmcompress.numerics.statistics.tokens import splits
 from vlmcompress.quantization.calibration.block_inputs import Batch, Refused, StopForward, capture_block_inputs
 from vlmcompress.quantization.calibration.input_recorder import (
     BlockCapture,
     CaptureSpec,
     InputRecorder,
-    ReferenceBlock,
     TokenIndex,
 )
 from vlmcompress.quantization.calibration.routed import LayerDraw, mixtures, routed_to_all
@@ -51,7 +46,7 @@ def capture_blocks(
     release: bool = False,
     progress: Progress = silent,
 ) -> Iterator[tuple[int, BlockCapture | None]]:
-    """Yield the number of each block that has groups, with its capture; with the prefix "groups" once per group.
+    """Yield the number of each block that has groups, with its capture.
 
     Args:
         blocks: the groups to capture of each decoder block, optionally followed by the output head's.
@@ -73,28 +68,19 @@ def capture_blocks(
     # Blocks after the last pending one need not run.
     pending = [layer for layer, groups in enumerate(blocks) if groups and not finished(layer)]
     last = max(pending, default=-1)
-    parts = [[[group] for group in groups] if spec.prefix == "groups" else [groups] for groups in blocks]
-    run.total = (len(run.batches) + len(run.held_out)) * sum(len(parts[layer]) for layer in pending)
+    run.total = (len(run.batches) + len(run.held_out)) * len(pending)
     for layer, groups in enumerate(blocks):
         block = run.block(layer)
         advanced = False
         with resident(block, run.device), routed_to_all(block) if spec.all_experts else nullcontext():
             if layer in pending:
-                # The caller changes the block between its groups, so the reference stream keeps a 16-bit copy.
-                reference = copy.deepcopy(block) if run.reference_batches else None
-                for number, part in enumerate(parts[layer], start=1):
-                    leaves = layer < last and number == len(parts[layer])  # samples advance to the next block
-                    advanced = leaves and spec.prefix == "float"
-                    with phase("observing"):
-                        captured = run.capture(layer, block, part, reference, advance=advanced, leaves=leaves)
-                    yield layer, captured
-                del reference
-            else:
-                if layer < last:
-                    run.advance(layer, block, run.reference_batches)
-                if groups:
-                    yield layer, None
-            # "blocks" and "groups": the block now has quantized weights, and the next block sees its output.
+                advanced = layer < last and spec.prefix == "float"
+                with phase("observing"):
+                    captured = run.capture(layer, block, groups, advance=advanced)
+                yield layer, captured
+            elif groups:
+                yield layer, None
+            # "blocks": the block now has quantized weights, and the next block sees its output.
             if layer < last and not advanced:
                 run.advance(layer, block, [*run.batches, *run.held_out])
             if groups:
@@ -115,8 +101,6 @@ class _Capture:
                 self.held_out = capture_block_inputs(vlm, held_out) if held_out else []
             except Refused as error:
                 raise Refused({len(samples) + number: why for number, why in error.reasons.items()}) from error
-        # The same samples in the stream through the original blocks; empty unless the cross-Gram matrix is captured.
-        self.reference_batches = [batch.reference_copy() for batch in self.batches] if CROSS in spec.statistics else []
         self.device = accelerator() or vlm.model.device
         self.tokens = self._index(*([sample["modality"] for sample in part] for part in (samples, held_out)))
         self.done = self.total = 0
@@ -152,8 +136,6 @@ class _Capture:
 
     def advance(self, layer: int, block: nn.Module, batches: Sequence[Batch]) -> None:
         """Run batches through a block, to the input of the next one."""
-        if not batches:
-            return
         with phase("passing on"):
             forward = widened(block)
             for batch in batches:
@@ -164,27 +146,21 @@ class _Capture:
         layer: int,
         block: nn.Module,
         groups: Sequence[Group],
-        original: nn.Module | None,
         *,
         advance: bool,
-        leaves: bool,
     ) -> BlockCapture:
         """Run all samples through a block, or up to the last captured input.
 
         Args:
-            original: the original block, for the reference batches; None: there are none.
-            advance: whether samples advance to the next block; `leaves`: whether the reference batches do.
+            advance: whether samples advance to the next block.
         """
         path = self.paths[layer]
         stops = not path or (not advance and not self.spec.kv_cache)
         forward = widened(block) if path else block  # the head is not run
         recorder = InputRecorder(self.vlm.model, path, groups, self.spec, self.tokens, self.device, stops=stops)
-        reference = (
-            ReferenceBlock(original, path, layer, groups, self.device, advance=leaves) if original is not None else None
-        )
         with recorder:
             for number, batch in enumerate(self.batches):
-                recorder.begin(number, batch, reference.run(self.reference_batches[number]) if reference else {})
+                recorder.begin(number, batch)
                 with suppress(StopForward):
                     hidden = batch.run_block(forward, layer, self.device)
                     if advance:
@@ -200,9 +176,7 @@ class _Capture:
                         batch.set_hidden(hidden)
                 self.done += 1
                 self.progress("calibrating", self.done, self.total)
-        if reference:
-            reference.close()
-        del forward, reference  # float32 copies of the block's weights
+        del forward  # float32 copies of the block's weights
         captured = recorder.finish(lambda: self._faulty_sample(layer, block))
         trim()
         return captured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vlmcompress.models import Group
-from vlmcompress.models.devices import widened
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.numerics.statistics.kv_range import KVRange
@@ -28,8 +27,7 @@ class CaptureSpec:
 
     Attributes:
         statistics: names of the statistics of each group of linear layers (`statistics.inputs`).
-        prefix: what is quantized when a group's inputs are captured: nothing ("float"), the "blocks" before, or also the
-            earlier "groups" of the same block.
+        prefix: what is quantized when a group's inputs are captured: nothing ("float") or the "blocks" before.
         kv_cache: also capture ranges of keys and values.
         sampled_rows: number of rows to draw from the first group's input; 0: none.
         seed: seed of that draw.
@@ -38,7 +36,7 @@ class CaptureSpec:
     """
 
     statistics: frozenset[str]
-    prefix: Literal["float", "blocks", "groups"] = "float"
+    prefix: Literal["float", "blocks"] = "float"
     kv_cache: bool = False
     sampled_rows: int = 0
     seed: int = 0
@@ -80,50 +78,6 @@ class TokenIndex:
     layer_draw: LayerDraw | None
     held_out: list[Split] = field(default_factory=list)
     held_counts: dict[str, int] = field(default_factory=dict)
-
-
-class ReferenceBlock:
-    """A copy of an unmodified block, which computes the inputs that its layers have in the 16-bit model.
-
-    Args:
-        path: name of the block in the model.
-        layer: number of the block.
-        advance: also pass its output on to the next block; otherwise a forward pass ends at the last group's input.
-    """
-
-    def __init__(
-        self, block: nn.Module, path: str, layer: int, groups: Sequence[Group], device: torch.device, *, advance: bool
-    ):
-        self.layer, self.device, self.advance = layer, device, advance
-        self.inputs: dict[int, Tensor] = {}  # index of the group -> input, for the current batch
-        self.count = len(groups)
-        self.hooks = [
-            block.get_submodule(group.linears[0].removeprefix(f"{path}.")).register_forward_pre_hook(self._hook(index))
-            for index, group in enumerate(groups)
-        ]
-        self.forward = widened(block) if path else block
-
-    def run(self, batch: Batch) -> dict[int, Tensor]:
-        """Run a batch of the reference's hidden states; returns the inputs of the groups' layers, by index of the group."""
-        self.inputs = {}
-        with suppress(StopForward):
-            hidden = batch.run_block(self.forward, self.layer, self.device)
-            if self.advance:
-                batch.set_hidden(hidden)
-        return self.inputs
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self.hooks:
-            hook.remove()
-
-    def _hook(self, index: int) -> Callable:
-        def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self.inputs[index] = args[0]
-            if not self.advance and len(self.inputs) == self.count:
-                raise StopForward
-
-        return record
 
 
 class InputRecorder:
@@ -172,9 +126,9 @@ class InputRecorder:
     def __exit__(self, *_: object) -> None:
         self.hooks.close()
 
-    def begin(self, number: int, batch: Batch, reference: dict[int, Tensor]) -> None:
-        """Prepare for a batch. `reference`: the groups' inputs in the 16-bit model, or empty."""
-        self.number, self.batch, self.reference = number, batch, reference
+    def begin(self, number: int, batch: Batch) -> None:
+        """Prepare for a batch."""
+        self.number, self.batch = number, batch
         self.recorded: set[int] = set()  # indices of groups
         if self.routed:
             self.routed.begin(number, batch.modality)
@@ -239,7 +193,7 @@ class InputRecorder:
             else:  # None: rows are not the batch's tokens and count alike
                 of_batch = self.tokens.splits[self.number]
                 split = of_batch if x.numel() // x.shape[-1] == of_batch.tokens else None
-            self.collectors[index].add(x, split, self.reference.pop(index, None))
+            self.collectors[index].add(x, split)
             if index == 0 and self.spec.sampled_rows and "text" in self.tokens.drawn[self.number].drawn:
                 slots, indices = self.tokens.drawn[self.number].drawn["text"]  # the draw distinguishes no modalities
                 rows = x.reshape(-1, x.shape[-1]).index_select(0, indices)

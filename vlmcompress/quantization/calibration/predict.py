@@ -99,7 +99,7 @@ class Predictor:
         self.factors = [0.5 * share for share in self.shares]  # dL = 1/2 sum f tr(dW G dW^T), scaled up to all rows
 
     @torch.no_grad()
-    def error(self, module: Quantizer, options: QuantizerOptions, *, smooths: bool = True) -> float:
+    def error(self, module: Quantizer[Any], options: QuantizerOptions, *, smooths: bool = True) -> float:
         """Predicted loss increase (or sum of the layers' relative output errors) under a method.
 
         Args:

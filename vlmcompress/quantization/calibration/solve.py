@@ -39,7 +39,7 @@ class QuantMethod:
         scale_dtype: dtype of scales in the written format; None: that of the weights.
     """
 
-    module: Quantizer
+    module: Quantizer[Any]
     options: QuantizerOptions
     others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
     scale_dtype: torch.dtype | None = None

@@ -11,15 +11,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from vlmcompress.models import Group, Source
-from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
-from vlmcompress.recipe.allocation import Key
+from vlmcompress.recipe.allocation import RULES, Key
 from vlmcompress.recipe.bits import DEFAULT, NAMED
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
@@ -79,14 +79,14 @@ def _method(recipe: Recipe, width: int | str) -> QuantMethod:
     options: Any = recipe.options
     if isinstance(width, int):
         if options.bits is None:
-            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).Options().bits is not None)
+            schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).OPTIONS().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
             return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
     module = SCHEMES.get("none" if width == "bf16" else width)
-    defaults = module.Options()
+    defaults = module.OPTIONS()
     if defaults.balance is not None and options.balance is not None:
         defaults = dataclasses.replace(defaults, balance=options.balance)
     return QuantMethod(module, defaults)
@@ -110,15 +110,15 @@ def budget_of(
         UserError: a width is not possible, or the budget cannot be met.
     """
     assert recipe.bits is not None
+    if "entropy" in RULES[recipe.bits.by].needs and find_spec("sklearn") is None:
+        raise UserError(
+            f"bits.by {recipe.bits.by} needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
+        )
     table = widths(recipe)
     searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
     if searches & {"block_scales", "ranges"}:
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
-        )
-    if any(CROSS in method.needs.statistics for method in table.values()):
-        raise UserError(
-            "bits is shared out by statistics of the 16-bit model, which know no quantized blocks before; use gptq"
         )
     exporter = recipe.exporter
     sizes: dict[Key, dict[str, int]] = {}

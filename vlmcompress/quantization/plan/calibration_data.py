@@ -32,8 +32,6 @@ def data_reason(work: Plan) -> str | None:
         if work.method.needs.statistics:
             return f"scheme '{work.recipe.scheme}'"
         return "an FP8 KV cache (kv_cache)" if work.recipe.kv_cache else "a budget of bits (bits.budget)"
-    if work.recipe.vision_attention:
-        return "vision_attention"
     if work.recipe.resize and not work.recipe.resize.settled:
         return str(work.recipe.resize)
     tokens = work.visual_tokens
@@ -46,8 +44,7 @@ def require_calibration_data(work: Plan) -> None:
     for named in (settings.data, settings.text):
         if named is not None:
             hub.require_data(named)
-    if not work.statistics or _needs_data_with_statistics(work):
-        data_source(work.recipe, work.recipe.model, data_reason(work))
+    data_source(work.recipe, work.recipe.model, data_reason(work))
 
 
 def preview_data(work: Plan) -> Preview | None:
@@ -58,9 +55,8 @@ def preview_data(work: Plan) -> Preview | None:
     """
     require_calibration_data(work)
     settings, seed = work.recipe.calibrate, work.recipe.seed
-    reads = work.statistics is not None or work.reads_data
-    source = data_source(work.recipe, work.recipe.model, data_reason(work)) if reads else None
-    if source is None or (work.statistics and not (settings.data or _needs_data_with_statistics(work))):
+    source = data_source(work.recipe, work.recipe.model, data_reason(work)) if work.reads_data else None
+    if source is None:
         return None
     reading = Reading.of(settings)
     if settings.text is None:
@@ -73,7 +69,7 @@ def preview_data(work: Plan) -> Preview | None:
         if work.recipe.reduce:
             video.require_no_videos([filmed])
         video.require_video_support(models.load_processor(work.source.path), filmed.name, bool(filmed.images))
-    if look and look.whole and not work.statistics:
+    if look and look.whole:
         media = {
             "vision": sum(sample.visual for sample in look.samples),
             "text": 1,  # there is no question without words
@@ -126,11 +122,6 @@ def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Read
         return None
     count = min(images.count, texts.count)
     return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
-
-
-def _needs_data_with_statistics(work: Plan) -> bool:
-    """Whether something reads samples although the decoder is solved from statistics."""
-    return bool(work.recipe.vision_attention or (work.visual_tokens and work.visual_tokens.counted))
 
 
 def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:

@@ -86,10 +86,6 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     report += _family(plan, target, engine)
     if target and engine == "vllm":
         report.append(kv_cache_check(recipe, plan.source, target, everywhere=all(plan.blocks)))
-        if recipe.vision_attention:
-            needs = target.vision_attention_fp8
-            missing = f"{target.title} has no FP8 attention for vision towers in vLLM; leave --vision-attention out"
-            report.append(Check("vllm: vision attention", bool(needs), f"FP8 with {needs}" if needs else missing))
     if not plan.problems:
         report += _size(plan, target)
     preview, calibration = _calibration(plan)
@@ -251,14 +247,11 @@ def _calibration(plan: Plan) -> tuple[Preview | None, Check]:
     preview = None
     try:
         preview = preview_data(plan)
-        sample = encode_preview(plan, preview) if preview and not plan.statistics else ""
+        sample = encode_preview(plan, preview) if preview else ""
     except UserError as error:
         return preview, Check("calibration", False, str(error))
     data = plan.recipe.calibrate.data
-    if plan.statistics:
-        origin = plan.statistics.facts["calibration"]
-        detail = f"statistics of {origin['samples']} samples of '{origin['source']}'"
-    elif preview:
+    if preview:
         source = data or "the images bundled with the demo model"
         detail = f"{preview.count} samples of {source}; {preview.text}, {sample}"
     elif data and plan.reads_data:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from vlmcompress.models import Group, Source, embedding_name
 from vlmcompress.numerics import label
-from vlmcompress.numerics.statistics.inputs import CROSS
 from vlmcompress.quantization.plan.problems import plan_problems
 from vlmcompress.quantization.plan.survey import Survey
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens, visual_tokens
@@ -85,32 +84,28 @@ class Plan(Survey):
 
         that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the
         solver's copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system
-        keeps of them what fits. A second stream (of the 16-bit model, for cross-Gram matrices) adds 2 s t h + 4 * 3 sum i^2 and
-        a copy of the block.
+        keeps of them what fits.
         """
         shapes = [[self.source.shapes(group) for group in block] for block in self.steps]
         block = max(
             (sum(rows * columns for group in groups for rows, columns in group) for groups in shapes), default=0
         )
         resident = RUNTIME_BYTES + 12 * block
-        statistics = self.statistics
-        if not ("gram" in statistics.facts["needs"] if statistics else self._reads_inputs):
+        if not self._reads_inputs:
             return resident
-        streams = 2 if CROSS in self.method.needs.statistics else 1
-        # A group's layers read one input, so it has one Gram matrix [in, in]: of each of three modalities, and of each stream.
+        # A group's layers read one input, so it has one Gram matrix [in, in] of each of three modalities.
         squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
-        grams = max((3 * streams * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
+        grams = max((3 * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
         config, calibrate = self.source.config, self.recipe.calibrate
         hidden = (config.get("text_config") or config).get("hidden_size") or 0
-        tokens = 0 if statistics else calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
-        second_stream = (streams - 1) * (6 * block + 2 * tokens * hidden)
+        tokens = calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
         # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
         vision = config.get("vision_config") or {}
         patch = vision.get("patch_size") or 14
         patch = patch[0] if isinstance(patch, list) else patch
         merge = (vision.get("spatial_merge_size") or 1) ** 2
         pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
-        return resident + 4 * grams + tokens * (6 * hidden + pixels) + second_stream
+        return resident + 4 * grams + tokens * (6 * hidden + pixels)
 
     @cached_property
     def visual_tokens(self) -> VisualTokens | None:
@@ -125,7 +120,7 @@ class Plan(Survey):
     @property
     def needs_data(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.statistics is None and any(self.steps) and self._reads_inputs
+        return any(self.steps) and self._reads_inputs
 
     @property
     def _reads_inputs(self) -> bool:
@@ -137,16 +132,13 @@ class Plan(Survey):
         """Whether the recipe's calibration samples are read: something is quantized, or the reducer learns from them."""
         return (
             any(self.steps)
-            or bool(self.recipe.vision_attention)
             or (self.recipe.resize is not None and not self.recipe.resize.settled)
             or (self.visual_tokens is not None and self.visual_tokens.learns)
         )
 
     @property
     def observed_after(self) -> str | None:
-        """The blocks after which a block's input is observed: "float" or "quantized" ones; None: it is not observed."""
-        if self.statistics:
-            return "float"
+        """The blocks after which a block's input is observed, "quantized" ones; None: it is not observed."""
         return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 
 from vlmcompress import models
 from vlmcompress.export import adapter, formats, tokenizers
-from vlmcompress.numerics.statistics.inputs import CROSS
-from vlmcompress.quantization.plan import statistics_match
 from vlmcompress.quantization.plan.shape_problems import shape_problems
 from vlmcompress.quantization.plan.survey import (
     VISION_MULTIPLE,
@@ -25,7 +22,6 @@ from vlmcompress.quantization.plan.survey import (
 )
 from vlmcompress.quantization.plan.visual_tokens import reduction_problems as reducer_problems
 from vlmcompress.recipe import targets
-from vlmcompress.utils.registry import FAMILIES
 
 Check = Callable[[Survey], Iterable[str]]
 
@@ -47,21 +43,6 @@ def visual_tokens(survey: Survey) -> Iterable[str]:
     return reducer_problems(survey.recipe, survey.source)
 
 
-def tower_attention(survey: Survey) -> Iterator[str]:
-    """Whether vLLM can compute the attention of the vision tower in FP8."""
-    recipe, spec = survey.recipe, survey.source.spec
-    if recipe.vision_attention is None:
-        return
-    if spec.tower.attention is None:
-        families = [name for name in FAMILIES.names() if models.REGISTRY.get(name).SPEC.tower.attention]
-        yield (
-            f"vision_attention: vLLM has no FP8 attention for the vision tower of {spec.family}, only for "
-            f"{', '.join(families)}; leave it out"
-        )
-    if recipe.engine != "vllm":
-        yield f"vision_attention: {recipe.engine} does not read its scales, vLLM alone does; leave it out"
-
-
 def assigned_schemes(survey: Survey) -> Iterator[str]:
     """Whether the target runs the schemes that some groups get instead of the recipe's, which `resolve` has checked."""
     if survey.recipe.target:
@@ -79,11 +60,6 @@ def experts(survey: Survey) -> Iterator[str]:
         yield (
             f"objective '{objective}' runs llm-compressor's search, which cannot follow tokens to "
             "experts; use --set options.objective=gram"
-        )
-    if CROSS in needs.statistics:
-        yield (
-            f"scheme '{survey.recipe.scheme}' compares tokens in the quantized and in the 16-bit model, which route them to "
-            "different experts; use gptq"
         )
 
 
@@ -168,14 +144,7 @@ def something_to_write(survey: Survey) -> Iterator[str]:
         yield f"kv_cache needs a quantized layer in every decoder block; {survey.blocks.index([])} has none"
     if recipe.exporter.ENGINE:  # a conversion to another engine's format is a change
         return
-    if not (
-        survey.layers.quantized
-        or recipe.reduce
-        or recipe.resize
-        or recipe.vision_attention
-        or recipe.rotate
-        or recipe.adapter
-    ):
+    if not (survey.layers.quantized or recipe.reduce or recipe.resize or recipe.rotate or recipe.adapter):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
@@ -183,17 +152,6 @@ def bits(survey: Survey) -> Iterator[str]:
     """Whether the budget of the recipe's `bits` can be met."""
     if survey.budget_problem:
         yield survey.budget_problem
-
-
-def statistics(survey: Survey) -> Iterator[str]:
-    """Whether the recipe's statistics can be read and match its model, data, reducer and scheme."""
-    if survey.statistics_problem:
-        yield survey.statistics_problem
-    if survey.statistics:
-        method = survey.method
-        if survey.budget:  # any of the widths may be chosen
-            method = replace(method, others={(-1, name): width for name, width in survey.budget.widths.items()})
-        yield from statistics_match.statistics_problems(survey.statistics, survey.recipe, method, survey.steps)
 
 
 def matrices_of_the_vocabulary(survey: Survey) -> Iterator[str]:
@@ -218,7 +176,6 @@ CHECKS: tuple[Check, ...] = (
     rotation,
     adapter_fits,
     visual_tokens,
-    tower_attention,
     assigned_schemes,
     experts,
     published_search,
@@ -230,7 +187,6 @@ CHECKS: tuple[Check, ...] = (
     stored_format,
     something_to_write,
     bits,
-    statistics,
 )
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from vlmcompress import models
@@ -19,9 +18,7 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group, Source, stream
 from vlmcompress.models.layer_names import Layers
 from vlmcompress.numerics import Scheme
-from vlmcompress.quantization.calibration import statistics_folder
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.calibration.statistics_folder import Statistics
 from vlmcompress.quantization.plan import vocabulary
 from vlmcompress.quantization.plan.budget import Budget, budget_of
 from vlmcompress.recipe import Recipe
@@ -45,7 +42,6 @@ class Survey:
         source: the model that is quantized, from its headers, in the type that it is written in; with an untied output head if
             that is rotated or quantized.
         bytes_before: bytes of all weights of the recipe's model.
-        statistics: statistics that the decoder is solved from without running it; `statistics_problem`: why they can't be read.
         widths: (block, group name) -> method, for the groups whose width `allocate` chose within the budget of `bits`.
         allocation: the manifest's description of this choice; None: not chosen yet, or there is no budget.
     """
@@ -53,8 +49,6 @@ class Survey:
     recipe: Recipe
     source: Source
     bytes_before: int
-    statistics: Statistics | None = None
-    statistics_problem: str | None = None
     widths: Mapping[Key, QuantMethod] = field(default_factory=dict)
     allocation: dict[str, Any] | None = None
 
@@ -68,13 +62,11 @@ class Survey:
         Raises:
             UserError: the model is quantized already, not whole, or of an unknown family.
         """
-        source, statistics, problem = source or _read(recipe), None, None
+        source = source or _read(recipe)
         before, source = sum(spec.nbytes for spec in source.stored.values()), _as_written(recipe, source)
         if recipe.reduce:
             recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
-        if recipe.calibrate.stats is not None:
-            statistics, problem = _or_problem(statistics_folder.read_statistics, Path(recipe.calibrate.stats))
-        return cls(recipe=recipe, source=source, bytes_before=before, statistics=statistics, statistics_problem=problem)
+        return cls(recipe=recipe, source=source, bytes_before=before)
 
     def with_source(self, source: Source) -> Self:
         """The same recipe on a model derived from this one: dequantized, with an adapter merged, or rotated."""
@@ -91,19 +83,17 @@ class Survey:
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:
         """(block, group name) -> method, for the groups that the recipe's scheme assigns another scheme (`other` in
-        `vlmcompress.quantization.schemes`)."""
-        other = getattr(self.recipe.method, "other", None)
+        `Quantizer`)."""
         assigned: dict[Key, QuantMethod] = {}
         methods: dict[str, QuantMethod] = {}
-        if other is None:
-            return {}
         for group in (group for block in self.source.blocks for group in block):
-            choice = other(group.name.rpartition(".")[2], group.layer, len(self.source.blocks), self.recipe.options)
+            name = group.name.rpartition(".")[2]
+            choice = self.recipe.method.other(name, group.layer, len(self.source.blocks), self.recipe.options)
             if choice is not None:
                 scheme, options = choice
                 if repr(choice) not in methods:
                     module = SCHEMES.get(scheme)
-                    methods[repr(choice)] = QuantMethod(module, module.Options(**options))
+                    methods[repr(choice)] = QuantMethod(module, module.OPTIONS(**options))
                 assigned[group.layer, group.name] = methods[repr(choice)]
         return assigned
 
@@ -135,7 +125,7 @@ class Survey:
         """The method of the vision tower; None: it stays in 16 bits."""
         module = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
         grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
-        return QuantMethod(module, module.Options(**grouped)) if module else None
+        return QuantMethod(module, module.OPTIONS(**grouped)) if module else None
 
     @cached_property
     def vision_groups(self) -> list[Group]:
@@ -145,6 +135,7 @@ class Survey:
         return [
             group
             for group in vision_candidates(self.recipe, self.source)
+            # A group is left out whole, since an engine that fuses its layers has one format for all of them.
             if not any(side % VISION_MULTIPLE for shape in self.source.shapes(group) for side in shape)
             and not any(shape[1] % columns for shape in self.source.shapes(group))
         ]
@@ -276,4 +267,5 @@ def _unskipped(recipe: Recipe, block: Sequence[Group]) -> Iterator[Group]:
         if len(kept) == len(group.linears):
             yield group
         elif kept:
+            # A scale in the norm would reach the skipped layer, too, which stays as it is.
             yield replace(group, linears=kept, smooth=None, kept=(), fused=group.fused and len(kept) > 1)

@@ -31,12 +31,12 @@ def head_method(recipe: Recipe, source: Source) -> QuantMethod:
     if _CODE_BITS.get(recipe.head) == 4:
         options = {"group_size": _group_size(source), "symmetric": _symmetric(recipe)}
         calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
-        if needs.statistics or calibrate.data or calibrate.stats or recipe.kv_cache or recipe.bits:
+        if needs.statistics or calibrate.data or recipe.kv_cache or recipe.bits:
             options["balance"] = BALANCE
         else:
             name = "rtn"
     module = SCHEMES.get(name)
-    return QuantMethod(module, module.Options(**options), scale_dtype=recipe.exporter.SCALES)
+    return QuantMethod(module, module.OPTIONS(**options), scale_dtype=recipe.exporter.SCALES)
 
 
 def embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:

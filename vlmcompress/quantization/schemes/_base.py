@@ -1,10 +1,11 @@
-"""What all schemes share: the base class of their options, and the required part of a scheme module's contract."""
+"""What all schemes share: the contract, and the base class of their options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,18 +20,15 @@ class Needs:
     """What a scheme, with its options, requires from a run.
 
     Attributes:
-        statistics: a subset of {"gram", "absmax", "absmean", "cross", "gradient"}: statistics of a group's inputs
+        statistics: a subset of {"gram", "absmax", "absmean", "gradient"}: statistics of a group's inputs
             (`statistics.inputs.GroupStats`, with a method of the same name for each), and gradients of the answers' loss;
             empty: the scheme needs no data. A run with data also collects the Gram matrix, to report errors.
-        prefix: what has been quantized when a group's inputs are captured: the "blocks" before, or also the earlier "groups"
-            of the same block.
         searches: searches that run the model, before the first block is solved: "block_scales", smoothing scales by the error
             of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
             (`calibration.block_clip`).
     """
 
     statistics: frozenset[str] = frozenset()
-    prefix: Literal["blocks", "groups"] = "blocks"
     searches: frozenset[Search] = frozenset()
 
 
@@ -66,37 +64,89 @@ class QuantizerOptions:
         return None
 
 
-@runtime_checkable  # a pydantic model of llm-compressor's kind has one in a field
-class Quantizer(Protocol):
-    """The functions that every scheme's module has. The other steps are optional, see the package."""
+OptionsT = TypeVar("OptionsT", bound=QuantizerOptions, contravariant=True)
 
-    __name__: str
 
-    @property
-    def Options(self) -> type[QuantizerOptions]:
-        """The recipe's `options`."""
+class Quantizer(ABC, Generic[OptionsT]):
+    """The contract of a scheme, with default methods. A file ends with an instance: `SCHEME = Rtn()`.
 
-    def needs(self, options: Any) -> Needs:
-        """Statistics, prefix and searches that the scheme requires with these options."""
+    `stats` are the `GroupStats` of a group's input, with what `needs` names; None without data.
 
-    def scheme(self, options: Any) -> Scheme | None:
+    Attributes:
+        OPTIONS: the recipe's `options`, checked when made; `OPTIONS()` is the default behaviour.
+        ALIASES: other names that users know it by, in lower case, a literal; recipes and manifests have the file's name.
+        PRESETS: preset of compressed-tensors that it is -> options, a literal.
+        PREPARED_BY: options that `prepare` reads besides the statistics; empty: unknown. Equal ones share its result where
+            errors are predicted.
+    """
+
+    OPTIONS: ClassVar[type[QuantizerOptions]]
+    ALIASES: ClassVar[tuple[str, ...]] = ()
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    PREPARED_BY: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def scheme(self, options: OptionsT) -> Scheme | None:
         """Number formats of the result; None: weights stay as they are, and `quantize` is never called."""
 
+    def needs(self, options: OptionsT) -> Needs:
+        """Statistics and searches that the scheme requires with these options; by default no data."""
+        return Needs()
+
+    def smooth(
+        self,
+        weights: list[Tensor],
+        stats: Any,
+        options: OptionsT,
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> Smoothing:
+        """A scale `[in]` for the weights `[out_i, in]` of a group, by which the op before is divided and the weights are
+        multiplied; by default none."""
+        return Smoothing()
+
+    def prepare(self, weights: list[Tensor], stats: Any, options: OptionsT, factorization: Any = None) -> Any:
+        """Work shared by a group, passed on as `prepared`. `factorization`: that of `smooth`, or None."""
+        return None
+
+    def warnings(self, prepared: Any) -> Sequence[tuple[str, str]]:
+        """Deviations of what was prepared from what the options ask for: pairs (deviation, details)."""
+        return ()
+
     def quantize(
-        self, weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None
+        self, weight: Tensor, stats: Any, options: OptionsT, scale_dtype: torch.dtype, prepared: Any = None
     ) -> QTensor:
-        """Quantize `weight [out, in]` with the statistics of its input."""
+        """The rounded weight `[out, in]`; by default to nearest, without clipping."""
+        scheme = self.scheme(options)
+        assert scheme is not None
+        return round_to_nearest(weight, scheme.weights, scale_dtype=scale_dtype)
 
+    def quantize_group(
+        self,
+        weights: list[Tensor],
+        stats: Any,
+        options: OptionsT,
+        scale_dtype: torch.dtype,
+        prepared: Any = None,
+    ) -> list[QTensor]:
+        """`quantize` of a group's weights, for a scheme that is faster with all at once."""
+        return [self.quantize(weight, stats, options, scale_dtype, prepared) for weight in weights]
 
-def no_data(options: Any) -> Needs:
-    """The `needs` of a scheme that reads no statistics."""
-    return Needs()
+    def sketch(
+        self, weight: Tensor, stats: Any, options: OptionsT, scale_dtype: torch.dtype, prepared: Any = None
+    ) -> Tensor:
+        """The error `q - w` of `quantize` on rows `[rows, in]`, or a cheap estimate of it."""
+        quantized = self.quantize(weight, stats, options, scale_dtype, prepared)
+        return quantized.dequantize(torch.float32).sub_(weight)
 
+    def input_scale(self, stats: Any, options: OptionsT) -> Tensor | None:
+        """Static scale `[1]` of the activations (of NVFP4 their global scale); None: these options round none."""
+        return None
 
-def to_nearest(scheme: Callable[[Any], Scheme]) -> Callable[..., QTensor]:
-    """Make a `quantize` function that rounds to nearest in the format of `scheme(options)`, without clipping."""
+    def other(self, group: str, layer: int, layers: int, options: OptionsT) -> tuple[str, dict[str, Any]] | None:
+        """What a group of the decoder gets instead: (scheme, its options); None: this scheme.
 
-    def quantize(weight: Tensor, stats: Any, options: Any, scale_dtype: torch.dtype, prepared: Any = None) -> QTensor:
-        return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
-
-    return quantize
+        Args:
+            group: its name in the family (`models.LinearGroup`).
+            layer: its block, of `layers`.
+        """
+        return None

@@ -2,7 +2,7 @@
 
 Multiplying a weight's column by `s_j` and dividing the input by it leaves the product unchanged, but reduces the effect of
 that column's rounding error as long as the group's step does not grow. The scales come from a one-parameter family over the
-mean magnitudes of inputs and, with `duo`, also from one that includes the weights' magnitudes relative to their group,
+mean magnitudes of inputs and from one that includes the weights' magnitudes relative to their group,
 
     s = mean|X|^a    and    s = mean|X|^a / mean|W|^(1-a),    normalized by sqrt(max s * min s),      a in [0, 1]
 
@@ -15,12 +15,11 @@ which is a sum over rows, so candidates are compared on some 256 evenly spaced r
 the result is no worse than rounding to nearest on that objective.
 
 `clip` then searches, for each row and group of columns, a smaller range whose finer step gains more than clipping loses, on
-the group's own block of G; a row keeps its clipped ranges only if its error under all of G falls. With `clip_sweeps` each
-group's range is then chosen again under all of G (`_ranges`).
+the group's own block of G; a row keeps its clipped ranges only if its error under all of G falls.
 
 `balance` weights the modalities in mean|X|, in L and in the clip search: the Gram form of MBQ (arXiv 2412.19509).
 
-Cost: `grid * 256 * in^2` multiply-adds per group (twice that with `duo`) and `out * in^2` per layer. Loses: the scales have
+Cost: `grid * 256 * in^2` multiply-adds per group and family and `out * in^2` per layer. Loses: the scales have
 only one parameter, and there is no error feedback (as in gptq).
 """
 
@@ -28,10 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import (
     Format,
@@ -48,10 +48,10 @@ from vlmcompress.numerics import (
 )
 from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats, quadratic
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
-from vlmcompress.quantization.schemes._ranges import refined
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 
 SMALLEST_RATIO = 0.5  # smallest share of the range that clipping tries, as in the paper's code
+_STEPS = 10  # ranges that clipping tries
 _SAMPLE = 256  # rows on which scales are compared
 # (eighths of the rows, number of scales that stay after them)
 _ROUNDS = (((3,), 15), ((1, 5), 7), ((0, 2, 4, 6, 7), 1))
@@ -60,50 +60,23 @@ _ROWS = 512  # rows whose ranges are searched at a time
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales; `duo`: as many more with weight magnitudes;
-    `clip`: search clipped ranges, in `clip_grid` steps down to half; `clip_sweeps`: how many times each group's range is
-    chosen again under the whole Gram matrix; `balance`: see `vlmcompress.numerics.statistics.balance`."""
+    """`bits`, `group_size`, `symmetric` as in rtn; `grid`: candidate scales of each family;
+    `clip`: search clipped ranges; `balance`: see `vlmcompress.numerics.statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = False
     grid: int = 20
-    duo: bool = True
     clip: bool = True
-    clip_grid: int = 10
-    clip_sweeps: int = 0
     balance: Any = "off"
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
         object.__setattr__(self, "balance", require_balance(self.balance))
-        for name, least in (("grid", 3), ("clip_grid", 3), ("clip_sweeps", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        for name in ("duo", "clip"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.clip_sweeps and not self.clip:
-            raise ValueError("clip_sweeps needs clip true")
-
-
-def needs(options: Options) -> Needs:
-    """The Gram matrix and mean magnitudes."""
-    return Needs(frozenset({"gram", "absmean"}))
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return weight_only(options.bits, options.group_size, options.symmetric)
-
-
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Smoothing:
-    """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
-    scales, fmt = candidates(weights, stats, options), scheme(options).weights
-    return Smoothing(scale_of_least_error(weights, scales, stats.gram(), fmt, scale_dtype))
+        if type(self.grid) is not int or self.grid < 3:
+            raise ValueError(f"grid must be a whole number of at least 3, got {self.grid!r}")
+        if not isinstance(self.clip, bool):
+            raise ValueError(f"clip must be true or false, got {self.clip!r}")
 
 
 def scale_of_least_error(
@@ -151,52 +124,30 @@ def sample(weights: list[Tensor]) -> list[Tensor]:
 
 
 def candidates(weights: list[Tensor], stats: GroupStats, options: Options) -> list[Tensor]:
-    """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then that of `duo`."""
+    """The scales `[in]` to try besides 1, spread evenly over the exponent: the published family, then AutoAWQ's."""
     # Eq. (5): s = s_X^a, where s_X is the mean magnitude of each input channel; a = 0 is the scale 1, which needs no search.
     x, points = stats.absmean(), options.grid - 1
     scales = [x.pow((k + 1) / points) for k in range(points)]
-    if options.duo:
-        # `duo_scaling` of AutoAWQ and llm-compressor, which the paper does not have: large weights need less scale.
-        w = _relative_magnitude(weights, scheme(options).weights)
-        scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
+    # `duo_scaling` of AutoAWQ and llm-compressor, which the paper does not have: large weights need less scale.
+    w = _relative_magnitude(weights, SCHEME.scheme(options).weights)
+    scales += [x.pow(a) / (w.pow(1 - a) + 1e-4) for a in torch.linspace(0, 1, points).tolist()]
     scales = [s.clamp(min=1e-4) for s in scales]
     # As in the authors' code: the largest and the smallest scale become reciprocal, so that weights keep their magnitude.
     scales = [s / (s.max() * s.min()).sqrt() for s in scales]
     return [torch.where(s.isfinite() & (s > 0), s, 1.0) for s in scales]
 
 
-def prepare(weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None) -> Tensor | None:
-    """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
-    return stats.gram() if options.clip else None
-
-
-def quantize(
-    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Tensor | None = None
-) -> QTensor:
-    """Round the smoothed `weight [out, in]` to nearest in clipped or full ranges; `stats` are those of the smoothed input."""
-    fmt = scheme(options).weights
-    if not options.clip:
-        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
-    gram = stats.gram() if prepared is None else prepared
-    params = clipped(weight, gram, fmt, options.clip_grid, scale_dtype=scale_dtype)
-    if options.clip_sweeps:
-        params = refined(weight, *params, gram, fmt, options.clip_sweeps)
-    return quantize_with(weight, *params, fmt)
-
-
-def clipped(weight: Tensor, gram: Tensor, fmt: Format, steps: int, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def clipped(weight: Tensor, gram: Tensor, fmt: Format, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of `weight [out, in]`, clipped in rows where that reduces the error under `gram`.
 
-    `steps`: steps of the search, down to half of the range; `kwargs`: further arguments of `numerics.scale_from_range`.
+    `kwargs`: further arguments of `numerics.scale_from_range`.
     """
-    params = [_clipped(rows.float(), gram, fmt, steps, kwargs) for rows in weight.split(_ROWS)]
+    params = [_clipped(rows.float(), gram, fmt, kwargs) for rows in weight.split(_ROWS)]
     zero = None if fmt.symmetric else torch.cat([zero for _, zero in params if zero is not None])
     return torch.cat([scale for scale, _ in params]), zero
 
 
-def _clipped(
-    w: Tensor, gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+def _clipped(w: Tensor, gram: Tensor, fmt: Format, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute `clipped` for some rows."""
     low, high = find_ranges(w, fmt, gram.diagonal())
 
@@ -206,7 +157,7 @@ def _clipped(
 
     # Ranges that are best for each group alone may be worse together: the whole row decides, under all of G.
     scale, zero, error = tried(1.0)
-    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, steps, kwargs))
+    clipped_scale, clipped_zero, less = tried(_best_ratio(w, (low, high), gram, fmt, kwargs))
     better = (less < error)[:, None]
     scale = torch.where(better, clipped_scale, scale)
     return scale, None if zero is None or clipped_zero is None else torch.where(better, clipped_zero, zero)
@@ -248,7 +199,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: Format) -> Tensor:
 
 
 def _best_ratio(
-    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, steps: int, kwargs: Mapping[str, Any]
+    w: Tensor, ranges: tuple[Tensor, Tensor], gram: Tensor, fmt: Format, kwargs: Mapping[str, Any]
 ) -> Tensor:
     """The share `[out, n_groups]` of the range, for each row and group, with the smallest error under the group's block of
     G."""
@@ -258,8 +209,8 @@ def _best_ratio(
     low, high = ranges
     best = torch.ones_like(low)
     least = torch.full_like(best, torch.inf)
-    for k in range(steps):
-        ratio = 1 - k * (1 - SMALLEST_RATIO) / steps
+    for k in range(_STEPS):
+        ratio = 1 - k * (1 - SMALLEST_RATIO) / _STEPS
         scale, zero = scale_from_range(w, low * ratio, high * ratio, fmt, importance=gram.diagonal(), **kwargs)
         errors = []
         for rows in row_chunks(w):  # d_g G_gg d_g^T for every group g of a row, as if the others were not rounded
@@ -270,3 +221,53 @@ def _best_ratio(
         best = torch.where(error < least, ratio, best)  # ties go to the widest range, which generalizes best
         least = torch.minimum(error, least)
     return best
+
+
+class Awq(Quantizer[Options]):
+    """The scheme `awq`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The Gram matrix and mean magnitudes."""
+        return Needs(frozenset({"gram", "absmean"}))
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights, 16-bit activations."""
+        return weight_only(options.bits, options.group_size, options.symmetric)
+
+    @override
+    def smooth(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> Smoothing:
+        """The best scale `[in]` for the weights `[out_i, in]` that share an input; none if no scale beats 1."""
+        scales, fmt = candidates(weights, stats, options), self.scheme(options).weights
+        return Smoothing(scale_of_least_error(weights, scales, stats.gram(), fmt, scale_dtype))
+
+    @override
+    def prepare(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, factorization: None = None
+    ) -> Tensor | None:
+        """The Gram matrix `[in, in]` of the smoothed input, for the clip search."""
+        return stats.gram() if options.clip else None
+
+    @override
+    def quantize(
+        self,
+        weight: Tensor,
+        stats: GroupStats,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Tensor | None = None,
+    ) -> QTensor:
+        """Round the smoothed `weight [out, in]` to nearest in clipped or full ranges; `stats`: of the smoothed input."""
+        fmt = self.scheme(options).weights
+        if not options.clip:
+            return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, importance=stats.importance())
+        gram = stats.gram() if prepared is None else prepared
+        return quantize_with(weight, *clipped(weight, gram, fmt, scale_dtype=scale_dtype), fmt)
+
+
+SCHEME = Awq()

@@ -8,12 +8,14 @@ zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from vlmcompress.numerics import ActFormat, Format, Scheme
-from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
-
-PRESETS: dict[str, dict] = {"FP8_DYNAMIC": {}}
+from vlmcompress.quantization.schemes._base import Quantizer, QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,16 @@ class Options(QuantizerOptions):
     """No options."""
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: float8 weights with a scale per row, float8 activations with one per token."""
-    return Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
+class Fp8(Quantizer[Options]):
+    """The scheme `fp8`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"FP8_DYNAMIC": {}}
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: float8 weights with a scale per row, float8 activations with one per token."""
+        return Scheme(Format("float", 8, -1), ActFormat("float", 8, dynamic=True))
 
 
-needs, quantize = no_data, to_nearest(scheme)
+SCHEME = Fp8()

@@ -8,13 +8,16 @@ only layers whose outputs are whole blocks, and the kernels are for Hopper and l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from vlmcompress.numerics import ActFormat, Format, Scheme
-from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
+from vlmcompress.quantization.schemes._base import Quantizer, QuantizerOptions
 
 SIDE = 128
-PRESETS: dict[str, dict] = {"FP8_BLOCK": {}}
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,16 @@ class Options(QuantizerOptions):
     """No options: kernels require blocks of 128 x 128."""
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: float8 weights with a scale per block, float8 activations with dynamic ones."""
-    return Scheme(Format("float", 8, SIDE, rows=SIDE), ActFormat("float", 8, dynamic=True))
+class Fp8Block(Quantizer[Options]):
+    """The scheme `fp8-block`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"FP8_BLOCK": {}}
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: float8 weights with a scale per block, float8 activations with dynamic ones."""
+        return Scheme(Format("float", 8, SIDE, rows=SIDE), ActFormat("float", 8, dynamic=True))
 
 
-needs, quantize = no_data, to_nearest(scheme)
+SCHEME = Fp8Block()

@@ -27,21 +27,22 @@ times more until H can be factorized); the larger the damping, the closer the re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import Format, QTensor, Scheme, find_params, residual, weight_only
 from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.quantization.schemes._columns import Feedback, propagated_error, quantize_columns
 from vlmcompress.quantization.schemes._ranges import ranges_of_least_error
 
-PREPARED_BY = ("damp", "actorder", "balance")
 _FACTORED = 256  # columns factorized at a time
 _ATTEMPTS = 8  # factorizations that are tried, each with more damping
 _DAMP_GROWTH = 10  # damping of an attempt relative to the one before
@@ -49,64 +50,34 @@ _DAMP_GROWTH = 10  # damping of an attempt relative to the one before
 
 @dataclass(frozen=True)
 class Options(QuantizerOptions):
-    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `block`: columns that are
-    rounded, and searched, together; `actorder`: "static" or null; `smooth`: "off", "awq" for its channel scales, or "feedback"
-    for the one of them with the smallest error after GPTQ; `clip`: search the ranges, in `clip_grid` steps; `sweeps`: sweeps
-    of local search; `balance`: see `statistics.balance`."""
+    """`bits`, `group_size`, `symmetric` as in rtn; `damp`: share of the mean diagonal added to H; `actorder`: "static" or null;
+    `smooth`: "off", "awq" for its channel scales, or "feedback" for the one of them with the smallest error after GPTQ;
+    `clip`: search the ranges; `sweeps`: sweeps of local search; `balance`: see `statistics.balance`."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
     damp: float = 0.01
-    block: int = 256
     actorder: str | None = "static"
     smooth: Any = "off"  # YAML reads a bare `off` as False
     clip: bool = False
-    clip_grid: int = 20
     sweeps: int = 0
     balance: Any = "off"
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
         object.__setattr__(self, "smooth", "off" if self.smooth is False else self.smooth)
         if self.smooth not in ("off", "awq", "feedback"):
             raise ValueError(f"smooth must be 'off', 'awq' or 'feedback', got {self.smooth!r}")
         if not isinstance(self.clip, bool):
             raise ValueError(f"clip must be true or false, got {self.clip!r}")
-        for name, least in (("clip_grid", 3), ("sweeps", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if type(self.sweeps) is not int or self.sweeps < 0:
+            raise ValueError(f"sweeps must be a whole number of at least 0, got {self.sweeps!r}")
         object.__setattr__(self, "balance", require_balance(self.balance))
         if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp <= 1:
             raise ValueError(f"damp must be a number above 0 and at most 1, got {self.damp!r}")
-        if type(self.block) is not int or self.block < 1:
-            raise ValueError(f"block must be a positive whole number, got {self.block!r}")
         if self.actorder not in ("static", None):
             raise ValueError(f"actorder must be 'static' or null, got {self.actorder!r}")
-
-
-def needs(options: Options) -> Needs:
-    """The Gram matrix; mean magnitudes for smoothing."""
-    return Needs(frozenset({"gram"} if options.smooth == "off" else {"gram", "absmean"}))
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return weight_only(options.bits, options.group_size, options.symmetric)
-
-
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Smoothing:
-    """The scale `[in]` for the weights `[out_i, in]` that share an input; none if the options turn it off, or if 1 is best."""
-    if options.smooth == "off":
-        return Smoothing()
-    awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
-    if options.smooth == "awq":
-        return awq.smooth(weights, stats, awq_options, scale_dtype)
-    scales = awq.candidates(weights, stats, awq_options)
-    return smooth_for_feedback(weights, scales, stats, options, scheme(options).weights, scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -146,21 +117,6 @@ def smooth_for_feedback(
 
     divided = middle if stats.scale is None else middle * stats.scale
     return Smoothing(awq.best_scale(weights, scales, remaining_error), Factorization(feedback, divided))
-
-
-def prepare(
-    weights: list[Tensor], stats: GroupStats, options: Options, factorization: Factorization | None = None
-) -> Feedback:
-    """Factorize the Gram matrix of the group's input, with more damping while it is not definite, or reuse the
-    factorization of `smooth`. Raises ValueError if no damping suffices.
-
-    With inputs divided by s the factor is `S^-1 R`.
-    """
-    if factorization is None:
-        return _factorized(stats, options)
-    # `factorization` is for inputs divided by its `scale`, `stats` for inputs divided by `stats.scale`.
-    scale = factorization.scale
-    return factorization.feedback.rescaled(1 / scale if stats.scale is None else stats.scale / scale)
 
 
 def _factorized(stats: GroupStats, options: Options) -> Feedback:
@@ -236,27 +192,6 @@ def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[
     return tuple(warnings)
 
 
-def quantize(
-    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
-) -> QTensor:
-    """Round `weight [out, in]` column by column, with error feedback."""
-    return quantize_group([weight], stats, options, scale_dtype, prepared)[0]
-
-
-def quantize_group(
-    weights: list[Tensor],
-    stats: GroupStats,
-    options: Options,
-    scale_dtype: torch.dtype,
-    prepared: Feedback | None = None,
-) -> list[QTensor]:
-    """Round weights `[out_i, in]` column by column; rows are independent, so all weights are done at once."""
-    feedback = prepare(weights, stats, options) if prepared is None else prepared
-    fmt = scheme(options).weights
-    params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
-    return quantize_columns(weights, feedback, params, fmt, options.block, options.sweeps)
-
-
 def ranges(
     weight: Tensor, feedback: Feedback, stats: GroupStats, fmt: Format, options: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -265,20 +200,105 @@ def ranges(
     `kwargs`: further arguments of `numerics.find_params`.
     """
     if options.clip:
-        return ranges_of_least_error(weight, feedback.residual_weight, fmt, options.clip_grid, **kwargs)
+        return ranges_of_least_error(weight, feedback.residual_weight, fmt, **kwargs)
     return find_params(weight, fmt, importance=stats.importance(), **kwargs)
 
 
-def sketch(
-    weight: Tensor, stats: GroupStats, options: Options, scale_dtype: torch.dtype, prepared: Feedback | None = None
-) -> Tensor:
-    """Estimate the error `q - w [out, in]` of `quantize` without rounding column by column.
+class Gptq(Quantizer[Options]):
+    """The scheme `gptq`; how it works is told above."""
 
-    With the residual of each column to its target t, `r = Q(t) - t`, the errors d satisfy `d_i + sum_{j<i} d_j R_ji / R_ii =
-    r_i`, one triangular system for all rows. The targets are unknown, but their residuals resemble those of the weights, which
-    are used for r. This misses errors of targets beyond the range, of which there are many at 2 bits.
-    """
-    feedback = prepare([weight], stats, options) if prepared is None else prepared
-    fmt = scheme(options).weights
-    params = ranges(weight, feedback, stats, fmt, options, scale_dtype=scale_dtype)
-    return propagated_error(residual(weight, *params, fmt).neg_(), feedback)
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PREPARED_BY: ClassVar[tuple[str, ...]] = ("damp", "actorder", "balance")
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The Gram matrix; mean magnitudes for smoothing."""
+        return Needs(frozenset({"gram"} if options.smooth == "off" else {"gram", "absmean"}))
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights, 16-bit activations."""
+        return weight_only(options.bits, options.group_size, options.symmetric)
+
+    @override
+    def smooth(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> Smoothing:
+        """The scale `[in]` for the weights `[out_i, in]`; none if the options turn it off, or if 1 is best."""
+        if options.smooth == "off":
+            return Smoothing()
+        awq_options = awq.Options(bits=options.bits, group_size=options.group_size, symmetric=options.symmetric)
+        if options.smooth == "awq":
+            return awq.SCHEME.smooth(weights, stats, awq_options, scale_dtype)
+        scales = awq.candidates(weights, stats, awq_options)
+        return smooth_for_feedback(weights, scales, stats, options, self.scheme(options).weights, scale_dtype)
+
+    @override
+    def prepare(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, factorization: Factorization | None = None
+    ) -> Feedback:
+        """Factorize the Gram matrix of the group's input, with more damping while it is not definite, or reuse the
+        factorization of `smooth`. Raises ValueError if no damping suffices.
+
+        With inputs divided by s the factor is `S^-1 R`.
+        """
+        if factorization is None:
+            return _factorized(stats, options)
+        # `factorization` is for inputs divided by its `scale`, `stats` for inputs divided by `stats.scale`.
+        scale = factorization.scale
+        return factorization.feedback.rescaled(1 / scale if stats.scale is None else stats.scale / scale)
+
+    @override
+    def quantize(
+        self,
+        weight: Tensor,
+        stats: GroupStats,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Feedback | None = None,
+    ) -> QTensor:
+        """Round `weight [out, in]` column by column, with error feedback."""
+        return self.quantize_group([weight], stats, options, scale_dtype, prepared)[0]
+
+    @override
+    def quantize_group(
+        self,
+        weights: list[Tensor],
+        stats: GroupStats,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Feedback | None = None,
+    ) -> list[QTensor]:
+        """Round weights `[out_i, in]` column by column; rows are independent, so all weights are done at once."""
+        feedback = self.prepare(weights, stats, options) if prepared is None else prepared
+        fmt = self.scheme(options).weights
+        params = [ranges(w, feedback, stats, fmt, options, scale_dtype=scale_dtype) for w in weights]
+        return quantize_columns(weights, feedback, params, fmt, sweeps=options.sweeps)
+
+    @override
+    def sketch(
+        self,
+        weight: Tensor,
+        stats: GroupStats,
+        options: Options,
+        scale_dtype: torch.dtype,
+        prepared: Feedback | None = None,
+    ) -> Tensor:
+        """Estimate the error `q - w [out, in]` of `quantize` without rounding column by column.
+
+        With the residual of each column to its target t, `r = Q(t) - t`, the errors d satisfy `d_i + sum_{j<i} d_j R_ji /
+        R_ii = r_i`, one triangular system for all rows. The targets are unknown, but their residuals resemble those of the
+        weights, which are used for r. This misses errors of targets beyond the range, of which there are many at 2 bits.
+        """
+        feedback = self.prepare([weight], stats, options) if prepared is None else prepared
+        fmt = self.scheme(options).weights
+        params = ranges(weight, feedback, stats, fmt, options, scale_dtype=scale_dtype)
+        return propagated_error(residual(weight, *params, fmt).neg_(), feedback)
+
+    @override
+    def warnings(self, prepared: Feedback) -> Sequence[tuple[str, str]]:
+        """Of a singular Gram matrix, and of more damping."""
+        return prepared.warnings
+
+
+SCHEME = Gptq()

@@ -11,24 +11,12 @@ those gain less.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from vlmcompress.quantization.schemes import gptq
-
-ALIASES = ("int4",)
-PRESETS: dict[str, dict] = {
-    "W4A16_ASYM": {"bits": 4, "group_size": 128, "symmetric": False},
-    "W2A16": {"bits": 2, "group_size": 128, "symmetric": True},
-    "W3A16": {"bits": 3, "group_size": 128, "symmetric": True},
-    "W4A16": {"bits": 4, "group_size": 128, "symmetric": True},
-    "W5A16": {"bits": 5, "group_size": 128, "symmetric": True},
-    "W6A16": {"bits": 6, "group_size": 128, "symmetric": True},
-    "W7A16": {"bits": 7, "group_size": 128, "symmetric": True},
-}
-PREPARED_BY = gptq.PREPARED_BY
-needs, scheme, smooth, prepare = gptq.needs, gptq.scheme, gptq.smooth, gptq.prepare
-quantize, quantize_group, sketch = gptq.quantize, gptq.quantize_group, gptq.sketch
+from vlmcompress.quantization.schemes._base import QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -44,3 +32,22 @@ class Options(gptq.Options):
         if self.sweeps is None:
             object.__setattr__(self, "sweeps", 4 if self.bits == 2 else 2)
         super().__post_init__()
+
+
+class GptqPlus(gptq.Gptq):
+    """The scheme `gptq-plus`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    ALIASES: ClassVar[tuple[str, ...]] = ("int4",)
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "W4A16_ASYM": {"bits": 4, "group_size": 128, "symmetric": False},
+        "W2A16": {"bits": 2, "group_size": 128, "symmetric": True},
+        "W3A16": {"bits": 3, "group_size": 128, "symmetric": True},
+        "W4A16": {"bits": 4, "group_size": 128, "symmetric": True},
+        "W5A16": {"bits": 5, "group_size": 128, "symmetric": True},
+        "W6A16": {"bits": 6, "group_size": 128, "symmetric": True},
+        "W7A16": {"bits": 7, "group_size": 128, "symmetric": True},
+    }
+
+
+SCHEME = GptqPlus()

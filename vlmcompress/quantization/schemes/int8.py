@@ -17,18 +17,19 @@ every row. Costs a few passes over the weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest
 from vlmcompress.numerics.statistics.balance import require_balance
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 
-PRESETS: dict[str, dict] = {"W8A8": {}, "INT8": {}}
 _LARGEST = 1e5  # largest scale, its reciprocal is the smallest; as in the authors' code, so that quotients fit 16 bits
 
 
@@ -46,33 +47,43 @@ class Options(QuantizerOptions):
             raise ValueError(f"alpha must be a number from 0 to 1, got {self.alpha!r}")
 
 
-def needs(options: Options) -> Needs:
-    """The largest magnitude of each input channel."""
-    return Needs(frozenset({"absmax"}))
+class Int8(Quantizer[Options]):
+    """The scheme `int8`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W8A8": {}, "INT8": {}}
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The largest magnitude of each input channel."""
+        return Needs(frozenset({"absmax"}))
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: symmetric 8-bit integers, weights with a scale per row, activations with one per token."""
+        return Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
+
+    @override
+    def smooth(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> Smoothing:
+        """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1. One whose weights are all zero
+        gets the largest scale, so that an unused input does not determine a token's step."""
+        # Eq. (4). Maxima over tokens, and over the rows of all layers that read the input: [in].
+        x = stats.absmax()
+        w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
+        s = x.pow(options.alpha) / w.pow(1 - options.alpha)
+        return Smoothing(torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0))
+
+    @override
+    def quantize(
+        self, weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+    ) -> QTensor:
+        """Round the smoothed `weight [out, in]` to nearest."""
+        importance = None
+        if stats is not None:  # never 0: a channel without input in calibration may get some later
+            importance = stats.absmax().square().clamp_min(torch.finfo(torch.float32).tiny)
+        return round_to_nearest(weight, self.scheme(options).weights, scale_dtype=scale_dtype, importance=importance)
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: symmetric 8-bit integer weights with a scale per row, 8-bit integer activations with one per token."""
-    return Scheme(Format("int", 8, -1), ActFormat("int", 8, dynamic=True))
-
-
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Smoothing:
-    """Compute SmoothQuant's scale `[in]`. A channel that was never active keeps scale 1. One whose weights are all zero gets
-    the largest scale, so that an unused input does not determine a token's step."""
-    # Eq. (4). Maxima over tokens, and over the rows of all layers that read the input: [in].
-    x = stats.absmax()
-    w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
-    s = x.pow(options.alpha) / w.pow(1 - options.alpha)
-    return Smoothing(torch.where(x > 0, torch.where(w > 0, s.clamp(1e-5, _LARGEST), _LARGEST), 1.0))
-
-
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round the smoothed `weight [out, in]` to nearest."""
-    importance = None
-    if stats is not None:  # never 0: a channel without input in calibration may get some later
-        importance = stats.absmax().square().clamp_min(torch.finfo(torch.float32).tiny)
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)
+SCHEME = Int8()

@@ -30,11 +30,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions, Search, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
 
 
 @dataclass(frozen=True)
@@ -60,27 +61,13 @@ class Options(QuantizerOptions):
                 object.__setattr__(self, name, value)
         if not wide and (self.bits not in (4, 8) or self.group_size != -1 or not self.symmetric):
             raise ValueError("activations of 8 bits need 4 or 8 bits, group_size -1 and symmetric true")
-        scheme(self)
+        SCHEME.scheme(self)
         if type(self.grid) is not int or self.grid < 2:
             raise ValueError(f"grid must be a whole number of at least 2, got {self.grid!r}")
         if self.objective not in ("gram", "mae"):
             raise ValueError(f"objective must be 'gram' or 'mae', got {self.objective!r}")
         if self.objective == "gram" and not wide:
             raise ValueError("objective 'gram' cannot account for 8-bit activations; use mae")
-
-
-def needs(options: Options) -> Needs:
-    """The Gram matrix and mean magnitudes; with the objective "mae" also the published search by the block's output."""
-    searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
-    return Needs(frozenset({"gram", "absmean"}), searches=searches)
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights; 16-bit activations or 8-bit ones, scaled per token."""
-    if options.activations == 8:
-        return Scheme(Format("int", options.bits, -1), ActFormat("int", 8, dynamic=True))
-    assert options.group_size is not None and options.symmetric is not None
-    return weight_only(options.bits, options.group_size, options.symmetric)
 
 
 def candidates(mean: Tensor, grid: int) -> list[Tensor]:
@@ -109,19 +96,44 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
     return (sums["answer"] + rho * sums["vision"]) / (counts["answer"] + counts["vision"])
 
 
-def smooth(
-    weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
-) -> Smoothing:
-    """Find the best scale `[in]` for the weights `[out_i, in]` with objective `gram`; none if no scale beats 1."""
-    # The scale 1 is always compared. The mean pools all tokens, as published; the loss weights them with G = G_answer /
-    # n_answer + rho G_vision / n_vision up to a factor.
-    _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
-    return Smoothing(awq.scale_of_least_error(weights, scales, stats.gram(), scheme(options).weights, scale_dtype))
+class Mbq(Quantizer[Options]):
+    """The scheme `mbq`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The Gram matrix and mean magnitudes; with the objective "mae" also the published search by the block's output."""
+        searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
+        return Needs(frozenset({"gram", "absmean"}), searches=searches)
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights; 16-bit activations or 8-bit ones, scaled per token."""
+        if options.activations == 8:
+            return Scheme(Format("int", options.bits, -1), ActFormat("int", 8, dynamic=True))
+        assert options.group_size is not None and options.symmetric is not None
+        return weight_only(options.bits, options.group_size, options.symmetric)
+
+    @override
+    def smooth(
+        self, weights: list[Tensor], stats: GroupStats, options: Options, scale_dtype: torch.dtype = torch.bfloat16
+    ) -> Smoothing:
+        """Find the best scale `[in]` for the weights `[out_i, in]` with objective `gram`; none if no scale beats 1."""
+        # The scale 1 is always compared. The mean pools all tokens, as published; the loss weights them with G = G_answer /
+        # n_answer + rho G_vision / n_vision up to a factor.
+        _, *scales = candidates(stats.balanced("off").absmean(), options.grid)
+        return Smoothing(
+            awq.scale_of_least_error(weights, scales, stats.gram(), self.scheme(options).weights, scale_dtype)
+        )
+
+    @override
+    def quantize(
+        self, weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+    ) -> QTensor:
+        """Round `weight [out, in]`, smoothed already, to nearest."""
+        importance = None if stats is None else stats.importance()
+        return round_to_nearest(weight, self.scheme(options).weights, scale_dtype=scale_dtype, importance=importance)
 
 
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]`, smoothed already, to nearest."""
-    importance = None if stats is None else stats.importance()
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype, importance=importance)
+SCHEME = Mbq()

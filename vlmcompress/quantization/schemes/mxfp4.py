@@ -11,14 +11,17 @@ them. vLLM 0.32 ignores the difference: on Blackwell it always rounds inputs, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from vlmcompress.numerics import MXFP4, ActFormat, Scheme
 from vlmcompress.quantization.schemes import _rounded
+from vlmcompress.quantization.schemes._base import QuantizerOptions
 
-PREPARED_BY = _rounded.PREPARED_BY
 _INPUTS = {4: ActFormat("float", 4, dynamic=True, mx=True), 16: None}
-PRESETS: dict[str, dict] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activations": 16}}
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,17 @@ class Options(_rounded.WithSteps):
             raise ValueError(f"activations must be 4 or 16, got {self.activations!r}")
 
 
-_METHOD = _rounded.Rounded(MXFP4)
-needs, smooth, prepare, sketch = _METHOD.needs, _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
-quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+class MxFp4(_rounded.Rounded[Options]):
+    """The scheme `mxfp4`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activations": 16}}
+    FORMAT = MXFP4
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: MXFP4 weights; MXFP4 or 16-bit activations."""
+        return Scheme(MXFP4, _INPUTS[options.activations])
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: MXFP4 weights; MXFP4 or 16-bit activations."""
-    return Scheme(MXFP4, _INPUTS[options.activations])
+SCHEME = MxFp4()

@@ -7,13 +7,15 @@ row, for 3% more bytes. vLLM 0.32 computes with rounded inputs on Blackwell and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from vlmcompress.numerics import MXFP8, ActFormat, Scheme
 from vlmcompress.quantization.schemes import _rounded
-
-PREPARED_BY = _rounded.PREPARED_BY
-PRESETS: dict[str, dict] = {"MXFP8": {}}
+from vlmcompress.quantization.schemes._base import QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class Options(_rounded.Options):
     rounding: str = "rtn"
 
 
-_METHOD = _rounded.Rounded(MXFP8)
-needs, smooth, prepare, sketch = _METHOD.needs, _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
-quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+class MxFp8(_rounded.Rounded[Options]):
+    """The scheme `mxfp8`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"MXFP8": {}}
+    FORMAT = MXFP8
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: MXFP8 weights and activations."""
+        return Scheme(MXFP8, ActFormat("float", 8, dynamic=True, mx=True))
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: MXFP8 weights and activations."""
-    return Scheme(MXFP8, ActFormat("float", 8, dynamic=True, mx=True))
+SCHEME = MxFp8()

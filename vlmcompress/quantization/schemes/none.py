@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data
+from typing_extensions import override
 
-PRESETS: dict[str, dict] = {"UNQUANTIZED": {}}
+from vlmcompress.quantization.schemes._base import Quantizer, QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -14,9 +16,16 @@ class Options(QuantizerOptions):
     """No options."""
 
 
-def scheme(options: Options) -> None:
-    """Return None, as nothing is quantized."""
-    return None
+class Unquantized(Quantizer[Options]):
+    """The scheme `none`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"UNQUANTIZED": {}}
+
+    @override
+    def scheme(self, options: Options) -> None:
+        """Return None, as nothing is quantized."""
+        return None
 
 
-needs = no_data
+SCHEME = Unquantized()

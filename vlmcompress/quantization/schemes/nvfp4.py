@@ -20,23 +20,20 @@ results were compared with vLLM's emulation of the kernel on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import NVFP4, ActFormat, Scheme, find_global_scale
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import _rounded
-from vlmcompress.quantization.schemes._base import Needs
+from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
 
-PREPARED_BY = _rounded.PREPARED_BY
 _MLP = frozenset({"gate_up", "down", "fc1", "fc2"})
 _LAST = 8  # one in this many blocks is among the last
-PRESETS: dict[str, dict] = {
-    "NVFP4": {"mixed": False, "activations": 4},
-    "NVFP4A16": {"mixed": False, "activations": 16},
-}
 
 
 @dataclass(frozen=True)
@@ -67,32 +64,41 @@ class Options(_rounded.Options):
         return None if self.four_over_six else NVFP4.qmax
 
 
-_METHOD = _rounded.Rounded(NVFP4)
-smooth, prepare, sketch = _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
-quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
+class NvFp4(_rounded.Rounded[Options]):
+    """The scheme `nvfp4`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "NVFP4": {"mixed": False, "activations": 4},
+        "NVFP4A16": {"mixed": False, "activations": 16},
+    }
+    FORMAT = NVFP4
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The statistics that the rounding reads, and the maxima of inputs if these are rounded."""
+        needs = super().needs(options)
+        return replace(needs, statistics=needs.statistics | {"absmax"}) if options.activations == 4 else needs
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: NVFP4 weights, NVFP4 or 16-bit activations."""
+        return Scheme(NVFP4, ActFormat("float", 4, dynamic=True) if options.activations == 4 else None)
+
+    @override
+    def other(self, group: str, layer: int, layers: int, options: Options) -> tuple[str, dict[str, Any]] | None:
+        """FP8 for groups outside MLPs, and for the last blocks' MLPs; None: NVFP4."""
+        last = -(-layers // _LAST) if options.last is None else options.last
+        return ("fp8", {}) if options.mixed and (group not in _MLP or layer >= layers - last) else None
+
+    @override
+    def input_scale(self, stats: GroupStats | None, options: Options) -> Tensor | None:
+        """The global scale `[1]`, float32, of inputs of every modality; None where inputs stay in 16 bits."""
+        if options.activations != 4:
+            return None
+        assert stats is not None
+        # Inputs beyond the maximum saturate, of any modality, so no balance is applied.
+        return find_global_scale([stats.balanced("off").absmax()])
 
 
-def needs(options: Options) -> Needs:
-    """The statistics that the rounding reads, and the maxima of inputs if these are rounded."""
-    needs = _METHOD.needs(options)
-    return replace(needs, statistics=needs.statistics | {"absmax"}) if options.activations == 4 else needs
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: NVFP4 weights, NVFP4 or 16-bit activations."""
-    return Scheme(NVFP4, ActFormat("float", 4, dynamic=True) if options.activations == 4 else None)
-
-
-def other(group: str, layer: int, layers: int, options: Options) -> tuple[str, dict[str, Any]] | None:
-    """FP8 for groups outside MLPs, and for the last blocks' MLPs; None: NVFP4."""
-    last = -(-layers // _LAST) if options.last is None else options.last
-    return ("fp8", {}) if options.mixed and (group not in _MLP or layer >= layers - last) else None
-
-
-def input_scale(stats: GroupStats | None, options: Options) -> Tensor | None:
-    """The global scale `[1]`, float32, of inputs of every modality; None where inputs stay in 16 bits."""
-    if options.activations != 4:
-        return None
-    assert stats is not None
-    # Inputs beyond the maximum saturate, of any modality, so no balance is applied.
-    return find_global_scale([stats.balanced("off").absmax()])
+SCHEME = NvFp4()

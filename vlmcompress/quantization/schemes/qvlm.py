@@ -28,14 +28,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Options(QuantizerOptions):
     sweeps: int = 3
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
         for name, least in (("depth", 1), ("grid", 2), ("sweeps", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -71,25 +72,6 @@ class Ranged(Options):
     """Options of a group after the search: its ranges cover the `percentile` of magnitudes."""
 
     percentile: float = 1.0
-
-
-def needs(options: Options) -> Needs:
-    """The Gram matrix, by which errors are reported, and a search for ranges over runs of blocks."""
-    return Needs(frozenset({"gram"}), searches=frozenset({"ranges"}))
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return weight_only(options.bits, options.group_size, options.symmetric)
-
-
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]` to nearest in the searched ranges, or in full ones before a search."""
-    fmt = scheme(options).weights
-    ratio = cover(weight, fmt, options.percentile)
-    return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
 
 
 def percentiles(options: Options) -> list[float]:
@@ -127,3 +109,31 @@ def partition(entropies: Sequence[float], depth: int) -> list[list[int]]:
         else:
             runs.append([block])
     return runs
+
+
+class Qvlm(Quantizer[Options]):
+    """The scheme `qvlm`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+
+    @override
+    def needs(self, options: Options) -> Needs:
+        """The Gram matrix, by which errors are reported, and a search for ranges over runs of blocks."""
+        return Needs(frozenset({"gram"}), searches=frozenset({"ranges"}))
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights, 16-bit activations."""
+        return weight_only(options.bits, options.group_size, options.symmetric)
+
+    @override
+    def quantize(
+        self, weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
+    ) -> QTensor:
+        """Round `weight [out, in]` to nearest in the searched ranges, or in full ones before a search."""
+        fmt = self.scheme(options).weights
+        ratio = cover(weight, fmt, options.percentile)
+        return round_to_nearest(weight, fmt, scale_dtype=scale_dtype, ratio=ratio)
+
+
+SCHEME = Qvlm()

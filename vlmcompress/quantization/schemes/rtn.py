@@ -7,14 +7,12 @@ below, where a few large input channels make small weight errors matter; at 8 bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+from typing_extensions import override
 
-from vlmcompress.numerics import QTensor, Scheme, round_to_nearest, weight_only
-from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, QuantizerOptions
+from vlmcompress.numerics import Scheme, weight_only
+from vlmcompress.quantization.schemes._base import Quantizer, QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -26,21 +24,18 @@ class Options(QuantizerOptions):
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
 
 
-def needs(options: Options) -> Needs:
-    """No statistics: the scheme is data-free."""
-    return Needs()
+class Rtn(Quantizer[Options]):
+    """The scheme `rtn`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: integer weights, 16-bit activations."""
+        return weight_only(options.bits, options.group_size, options.symmetric)
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: integer weights, 16-bit activations."""
-    return weight_only(options.bits, options.group_size, options.symmetric)
-
-
-def quantize(
-    weight: Tensor, stats: GroupStats | None, options: Options, scale_dtype: torch.dtype, prepared: Any = None
-) -> QTensor:
-    """Round `weight [out, in]` to nearest."""
-    return round_to_nearest(weight, scheme(options).weights, scale_dtype=scale_dtype)
+SCHEME = Rtn()

@@ -11,15 +11,17 @@ of those scales and convert to the same float8 again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from vlmcompress.numerics import FLOAT8, FLOAT8_MAX, ActFormat, Format, Scheme
 from vlmcompress.quantization.schemes import _rounded
+from vlmcompress.quantization.schemes._base import QuantizerOptions
 
-PRESETS: dict[str, dict] = {"W4AFP8": {}}
-PREPARED_BY = _rounded.PREPARED_BY
 GROUP = 128  # the only group size that the kernel supports
 _LEAST = 2.0**-9  # smallest positive float8
 
@@ -29,18 +31,24 @@ class Options(_rounded.WithSteps):
     """`rounding`: "gptq", "awq" or "rtn"; the rest as in gptq-plus."""
 
 
-def as_float8(scale: Tensor) -> Tensor:
-    """Round scales `[out, n_groups]` to the kernel's values, float8 relative to the row's largest; keeps their dtype."""
-    # `convert_bf16_scales_to_fp8` in vLLM: the row's largest scale becomes 448 / 8 = 56, and a code times it stays in float8.
-    of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
-    return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)
+class W4A8Fp8(_rounded.Rounded[Options]):
+    """The scheme `w4a8-fp8`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W4AFP8": {}}
+    FORMAT = Format("int", 4, GROUP)
+
+    @override
+    def kept(self, scale: Tensor) -> Tensor:
+        """Round scales `[out, n_groups]` to the kernel's values, float8 relative to the row's largest; keeps their dtype."""
+        # `convert_bf16_scales_to_fp8` in vLLM: the row's largest scale becomes 448 / 8 = 56; a code times it stays in float8.
+        of_row = scale.float().amax(1, keepdim=True) / (FLOAT8_MAX / 8)
+        return ((scale.float() / of_row).to(FLOAT8).float().clamp_min_(_LEAST) * of_row).to(scale.dtype)
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: symmetric 4-bit integer weights in groups, float8 activations with a scale per token."""
+        return Scheme(self.FORMAT, ActFormat("float", 8, dynamic=True))
 
 
-_METHOD = _rounded.Rounded(Format("int", 4, GROUP), as_float8)
-needs, smooth, prepare, sketch = _METHOD.needs, _METHOD.smooth, _METHOD.prepare, _METHOD.sketch
-quantize, quantize_group = _METHOD.quantize, _METHOD.quantize_group
-
-
-def scheme(options: Options) -> Scheme:
-    """Number formats: symmetric 4-bit integer weights in groups, float8 activations with a scale per token."""
-    return Scheme(_METHOD.fmt, ActFormat("float", 8, dynamic=True))
+SCHEME = W4A8Fp8()

@@ -7,12 +7,14 @@ alternative.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from vlmcompress.numerics import Scheme, weight_only
-from vlmcompress.quantization.schemes._base import QuantizerOptions, no_data, to_nearest
-
-PRESETS: dict[str, dict] = {"W8A16": {"group_size": 128}}
+from vlmcompress.quantization.schemes._base import Quantizer, QuantizerOptions
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,19 @@ class Options(QuantizerOptions):
     group_size: int = -1
 
     def __post_init__(self) -> None:
-        scheme(self)
+        SCHEME.scheme(self)
 
 
-def scheme(options: Options) -> Scheme:
-    """Number formats: symmetric 8-bit integer weights, 16-bit activations."""
-    return weight_only(8, options.group_size)
+class W8A16(Quantizer[Options]):
+    """The scheme `w8a16`; how it works is told above."""
+
+    OPTIONS: ClassVar[type[QuantizerOptions]] = Options
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W8A16": {"group_size": 128}}
+
+    @override
+    def scheme(self, options: Options) -> Scheme:
+        """Number formats: symmetric 8-bit integer weights, 16-bit activations."""
+        return weight_only(8, options.group_size)
 
 
-needs, quantize = no_data, to_nearest(scheme)
+SCHEME = W8A16()

@@ -193,8 +193,7 @@ class Attachment(Generic[Held]):
                 text = f"keep={self.reducer.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
         results = methods.reduce_all(self.reducer, signals)
-        for unit, result in zip(units, results, strict=True):
-            self.reduced_units.append(Reduced(**vars(unit), reduction=result))
+        self.reduced_units += [unit.reduced(result) for unit, result in zip(units, results, strict=True)]
         return results
 
     def _words(self, mask: Tensor) -> Tensor:

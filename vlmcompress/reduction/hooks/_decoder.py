@@ -24,7 +24,7 @@ from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
-from vlmcompress.reduction.methods import Reduction, Signals, pevlm
+from vlmcompress.reduction.methods import Signals, pevlm
 from vlmcompress.utils.errors import UserError
 
 
@@ -197,10 +197,7 @@ class Generating(Inside):
             return
         units, mask, past, before = step
         old: _Left = list(self._left.get(cache, ())) if past is not None else []
-        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
-        old += [
-            (before, Reduced(**vars(unit), reduction=reduction)) for unit, reduction in zip(units, whole, strict=True)
-        ]
+        old += [(before, unit.whole()) for unit in units]
         # [b, t], of the newest token on everything in the cache.
         attention = self._attention(heard, mask, before)
         left = [(start, self._fewer(unit, attention[unit.row, start + unit.columns])) for start, unit in old]
@@ -263,10 +260,7 @@ class Blocks(Attachment[Slots]):
         cache = kwargs.get("past_key_values")
         before = cache.get_seq_length() if cache is not None else 0
         mask = full_mask(kwargs, before).bool()
-        whole = [Reduction.identity(len(unit.columns), mask.device) for unit in units]
-        self.reduced_units = [
-            Reduced(**vars(unit), reduction=reduction) for unit, reduction in zip(units, whole, strict=True)
-        ]
+        self.reduced_units = [unit.whole() for unit in units]
         tokens = mask.shape[1] - before
         rows_parts = [self._parts(units, row, tokens) for row in range(len(mask))]
         if all(parts is None for parts in rows_parts):

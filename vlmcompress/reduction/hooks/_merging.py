@@ -21,7 +21,7 @@ from vlmcompress.models import VLM, block_side, patch_side
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.tap import join_heads, tap
-from vlmcompress.reduction.hooks.units import Reduced, Unit
+from vlmcompress.reduction.hooks.units import Unit
 from vlmcompress.reduction.methods import Merger, Reducer, Reduction, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.utils.errors import UserError
@@ -159,7 +159,7 @@ class Merging(Early):
         self.reduced_units = []
         for unit, rows in zip(units, self._labels(units), strict=True):
             self._merged.append(_reduction(rows))
-            self.reduced_units.append(Reduced(**vars(unit), reduction=self._merged[-1]))
+            self.reduced_units.append(unit.reduced(self._merged[-1]))
 
     def _labels(self, units: list[Unit]) -> list[Tensor]:
         """Label the tokens `[n]` of each unit by their row's number, plus 0.5 for the row's anchor."""

@@ -17,26 +17,23 @@ every token through.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from vlmcompress.models import VLM
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks._attach import Attachment
+from vlmcompress.reduction.hooks.tap import replace_kernel
 from vlmcompress.reduction.hooks.units import Slots, Unit
 from vlmcompress.reduction.methods import Grid, learned
 from vlmcompress.utils.errors import UserError
 
 Gate = Callable[[Tensor, Grid], Tensor]
 """A function of an image's tokens `[n, d]` and their grid that returns the gates `[n]`."""
-
-_NAME = "vlmcompress_gated"
 
 
 class Gated(Attachment[Slots]):
@@ -57,24 +54,9 @@ class Gated(Attachment[Slots]):
         return super()._begin(module, args, kwargs)
 
     def _hook(self) -> None:
-        AttentionInterface.register(_NAME, _run)
         layers: Any = self.vlm.model.get_submodule(self.vlm.spec.layers)
         for layer in layers:
-            self._undo.append(self._listen(layer.self_attn))
-
-    def _listen(self, attention: nn.Module) -> Callable[[], None]:
-        """Make an attention module of the decoder run `attend`; returns a function that undoes it."""
-        attention_config: Any = attention.config
-        config: Any = copy.copy(attention_config)
-        config._attn_implementation = _NAME
-        attention.config = config
-        attention._vlmcompress_gates = lambda: self._gates  # type: ignore[assignment]
-
-        def undo() -> None:
-            attention.config = attention_config
-            del attention._vlmcompress_gates
-
-        return undo
+            self._undo.append(replace_kernel(layer.self_attn, self._attend))
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds = kwargs["inputs_embeds"]
@@ -86,18 +68,17 @@ class Gated(Attachment[Slots]):
             self._gates = gates
         return kwargs
 
-
-def _run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise UserError(
-            "a scorer is not trained with this model's attention yet; use another reducer, such as coverage"
-        )
-    gates = module._vlmcompress_gates()
-    if gates is None:
-        gates = query.new_ones(key.shape[0], key.shape[2], dtype=torch.float32)
-    # Attention maps of all blocks would take far more memory than everything else, so backward recomputes each.
-    out = checkpoint(attend, query, key, value, gates, mask, kwargs["scaling"], use_reentrant=False)
-    return out.transpose(1, 2).contiguous(), None
+    def _attend(
+        self, _kernel: Any, _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+            raise UserError(
+                "a scorer is not trained with this model's attention yet; use another reducer, such as coverage"
+            )
+        gates = query.new_ones(key.shape[0], key.shape[2], dtype=torch.float32) if self._gates is None else self._gates
+        # Attention maps of all blocks would take far more memory than everything else, so backward recomputes each.
+        out = checkpoint(attend, query, key, value, gates, mask, kwargs["scaling"], use_reentrant=False)
+        return out.transpose(1, 2).contiguous(), None
 
 
 STEPS = 40  # of the bisection

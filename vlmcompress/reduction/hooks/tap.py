@@ -1,13 +1,14 @@
-"""Read queries and keys of an attention module as it runs, with any kernel.
+"""Read queries and keys of an attention module as it runs, with any kernel, or compute in the kernel's place.
 
-transformers' attention modules look up their kernel by the name in their config. A tapped module gets a copy of its config
-with the name of a function that passes queries and keys to the listener and then calls the kernel; detaching restores the
-original config. No attention map is computed, and nothing else in the model changes.
+transformers' attention modules look up their kernel by the name in their config. A module gets a copy of its config with the
+name of a function that finds what to run instead; undoing restores the original config. No attention map is computed, and
+nothing else in the model changes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,34 +23,43 @@ Listener = Callable[[Tensor, Tensor, float], None]
 """A function of queries `[b, heads, s, d]`, keys `[b, key heads, t, d]` (both with positions) and the scale of logits."""
 
 _NAME = "vlmcompress_tap"
-_LISTENERS: weakref.WeakKeyDictionary[nn.Module, tuple[Listener, str]] = weakref.WeakKeyDictionary()
+_KERNELS: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
-def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
-    """Call `listener` whenever `attention` runs. Returns a function that undoes it."""
+def replace_kernel(attention: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Have `attention` compute by `run(kernel, module, query, key, value, mask, scaling=..., ...)`, `kernel` being its own.
+
+    Returns a function that undoes it.
+    """
     attention_config: Any = attention.config
     kernel = attention_config._attn_implementation
     if kernel not in AttentionInterface():
         raise UserError(f"attention '{kernel}' cannot be read; load the model with attn_implementation='sdpa'")
     # transformers/modeling_utils.py::AttentionInterface is the public registry; a module finds its kernel by the name in its
     # config at each call, so a copy of the config with another name is enough.
-    AttentionInterface.register(_NAME, _run)
+    AttentionInterface.register(_NAME, lambda module, *args, **kwargs: _KERNELS[module](module, *args, **kwargs))
     config: Any = copy.copy(attention_config)
     config._attn_implementation = _NAME
-    _LISTENERS[attention] = (listener, kernel)
+    _KERNELS[attention] = functools.partial(run, AttentionInterface()[kernel])
     attention.config = config
 
     def undo() -> None:
         attention.config = attention_config
-        _LISTENERS.pop(attention, None)
+        _KERNELS.pop(attention, None)
 
     return undo
 
 
-def _run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    listener, kernel = _LISTENERS[module]
-    listener(query.detach(), key.detach(), kwargs["scaling"])
-    return AttentionInterface()[kernel](module, query, key, value, mask, **kwargs)
+def tap(attention: nn.Module, listener: Listener) -> Callable[[], None]:
+    """Call `listener` whenever `attention` runs. Returns a function that undoes it."""
+
+    def run(
+        kernel: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        listener(query.detach(), key.detach(), kwargs["scaling"])
+        return kernel(module, query, key, *args, **kwargs)
+
+    return replace_kernel(attention, run)
 
 
 def received(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:

@@ -37,6 +37,14 @@ class Unit:
     image: int
     span: tuple[int, int]
 
+    def reduced(self, reduction: Reduction) -> Reduced:
+        """The unit with its reduction."""
+        return Reduced(**vars(self), reduction=reduction)
+
+    def whole(self) -> Reduced:
+        """The unit with all its tokens kept."""
+        return self.reduced(Reduction.identity(len(self.columns), self.columns.device))
+
 
 @dataclass(frozen=True, eq=False)
 class Reduced(Unit):

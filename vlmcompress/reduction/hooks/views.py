@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.units import Call, Reduced, Unit
+from vlmcompress.reduction.hooks.units import Call, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.reduction.methods.litevlm import matches
 
@@ -175,7 +175,7 @@ class Views(Early):
         for unit, stay in zip(units, self._kept, strict=True):
             n = len(unit.columns)
             index = torch.arange(n if stay else 1, device=unit.columns.device)
-            self.reduced_units.append(Reduced(**vars(unit), reduction=Reduction.keep(index, n)))
+            self.reduced_units.append(unit.reduced(Reduction.keep(index, n)))
         return [unit.reduction for unit in self.reduced_units]
 
     def _embed(self, ids: Tensor) -> Tensor:

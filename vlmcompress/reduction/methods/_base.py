@@ -380,6 +380,12 @@ def require_whole(name: str, value: Any, least: int = 0, most: int = MOST) -> No
         raise ValueError(f"{name} must be at most {most}, got {reprlib.repr(value)}")
 
 
+def require_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise ValueError unless `value` is a number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {reprlib.repr(value)}")
+
+
 def rounded(grid: Grid, keep: float) -> int:
     """Number of tokens in a share `keep` of the grid, rounded half up, which may be none."""
     return math.floor(keep * math.prod(grid) + 0.5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, require_number, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
@@ -39,9 +39,7 @@ class SelectingReducer(Reducer):
         require_keep(self.keep)
         if self.merge not in ("none", "nearest"):
             raise ValueError(f"merge must be none or nearest, got {str(self.merge)[:40]!r}")
-        number = isinstance(self.similar, int | float) and not isinstance(self.similar, bool)
-        if not number or not -1 <= self.similar <= 1:
-            raise ValueError(f"similar must be a cosine, from -1 to 1, got {self.similar!r}")
+        require_number("similar", self.similar, -1, 1)
 
     def selected(self, index: Tensor, signals: Signals) -> Reduction:
         """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""

@@ -12,13 +12,12 @@ that (`_selecting.lazily`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reduction, Signals, unit
+from vlmcompress.reduction.methods._base import Reduction, Signals, require_number, unit
 from vlmcompress.reduction.methods._selecting import SelectingReducer, cover
 
 
@@ -36,9 +35,7 @@ class Coverage(SelectingReducer):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if not number or not 1e-3 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be a number of at least 0.001, got {self.temperature!r}")
+        require_number("temperature", self.temperature, 1e-3, 1e6)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

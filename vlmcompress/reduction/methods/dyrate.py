@@ -18,7 +18,16 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_whole, top
+from vlmcompress.reduction.methods._base import (
+    LEAST_SHARE,
+    Grid,
+    Reducer,
+    Reduction,
+    Signals,
+    require_number,
+    require_whole,
+    top,
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,8 @@ class DyRate(Reducer):
     layer: int = 2
 
     def __post_init__(self) -> None:
-        for name, high in (("factor", 1e6), ("least", 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
-                raise ValueError(f"{name} must be a number above 0 and at most {high:g}, got {value!r}")
+        require_number("factor", self.factor, LEAST_SHARE, 1e6)
+        require_number("least", self.least, LEAST_SHARE, 1)
         require_whole("layer", self.layer, least=1)
 
     @override

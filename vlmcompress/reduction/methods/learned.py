@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from vlmcompress.reduction.methods import _selecting as selecting
-from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, top
+from vlmcompress.reduction.methods._base import Grid, Reduction, Signals, require_number, top
 from vlmcompress.reduction.methods._selecting import SelectingReducer
 from vlmcompress.reduction.methods.coverage import represented
 
@@ -85,9 +85,7 @@ class Learned(SelectingReducer):
             raise ValueError(f"scorer must be the name of a file, got {str(self.scorer)[:40]!r}")
         if not isinstance(self.sha256, str) or not re.fullmatch(r"([0-9a-f]{64})?", self.sha256):
             raise ValueError(f"sha256 must be 64 hexadecimal digits, got {str(self.sha256)[:80]!r}")
-        number = isinstance(self.cover, int | float) and not isinstance(self.cover, bool)
-        if not number or not 0 <= self.cover <= 1:
-            raise ValueError(f"cover must be a share, from 0 to 1, got {str(self.cover)[:40]!r}")
+        require_number("cover", self.cover, 0, 1)
 
     @property
     @override
@@ -132,7 +130,7 @@ def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         "query": (hidden, hidden),
         "key": (hidden, hidden),
         "value": (hidden, hidden),
-        "worth": (hidden,),
+        "output": (hidden,),
     }
 
 
@@ -166,7 +164,7 @@ def score(weights: Mapping[str, Tensor], features: Tensor, grid: Grid) -> Tensor
     # [n, n], one head of attention among the image's tokens.
     likeness = (hidden @ weights["query"].T) @ (hidden @ weights["key"].T).T
     others = (likeness / math.sqrt(hidden.shape[1])).softmax(-1) @ hidden
-    return F.gelu(hidden + others @ weights["value"].T) @ weights["worth"]
+    return F.gelu(hidden + others @ weights["value"].T) @ weights["output"]
 
 
 def places(grid: Grid, device: torch.device | None = None) -> Tensor:

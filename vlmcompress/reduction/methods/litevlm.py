@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, require_number, top, unit
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class LiteVLM(Reducer):
 
     def __post_init__(self) -> None:
         require_keep(self.keep)
-        if isinstance(self.lexical, bool) or not isinstance(self.lexical, int | float) or not 0 <= self.lexical < 1e6:
-            raise ValueError(f"lexical must be a number of at least 0, got {self.lexical!r}")
+        require_number("lexical", self.lexical, 0, 1e6)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

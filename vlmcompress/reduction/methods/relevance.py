@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_keep, top, unit
+from vlmcompress.reduction.methods._base import (
+    Grid,
+    Reducer,
+    Reduction,
+    Signals,
+    require_keep,
+    require_number,
+    top,
+    unit,
+)
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 
@@ -40,9 +49,7 @@ class Relevance(Reducer):
 
     def __post_init__(self) -> None:
         require_keep(self.keep)
-        number = isinstance(self.sharpness, int | float) and not isinstance(self.sharpness, bool)
-        if not number or not 0 <= self.sharpness <= 100:
-            raise ValueError(f"sharpness must be a number from 0 to 100, got {self.sharpness!r}")
+        require_number("sharpness", self.sharpness, 0, 100)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

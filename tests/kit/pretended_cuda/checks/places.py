@@ -16,39 +16,27 @@ from tests.kit.batched_samples import samples, wide
 from tests.kit.pretended_cuda import kernels_launched
 from tests.kit.pretended_cuda.checks import recipe
 from vlmcompress import cli
-from vlmcompress.evaluation.doctor import measured_errors
 from vlmcompress.models import decoder_blocks, devices, load
 from vlmcompress.models.data import encode as encoded
-from vlmcompress.quantization.allocate import allocate_bits
-from vlmcompress.quantization.calibrate import calibrate
-from vlmcompress.quantization.calibration import block_inputs, statistics_folder, tower_attention
+from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.gradient_pass import gradients
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import calibration_inputs
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.progress import silent
 from vlmcompress.utils.registry import SCHEMES
 
 
 @pytest.fixture(scope="module")
 def tiny_run(world) -> SimpleNamespace:
-    """A model, samples, and in `folder` statistics and a quantized checkpoint."""
+    """A model, samples, and in `folder` a quantized checkpoint."""
     vlm = load(world / "llava")
-    calibrate(recipe(world, world / "stats", scheme="gptq"))
     quantize(recipe(world, world / "rtn", scheme="rtn", calibrate={}))
     rows, blocks = encoded(samples()[:3], vlm), decoder_blocks(vlm.model, vlm.spec)
-    return SimpleNamespace(
-        folder=world, vlm=vlm, rows=rows, blocks=blocks, stats=statistics_folder.read_statistics(world / "stats")
-    )
-
-
-def from_statistics(tiny_run: SimpleNamespace, out: str, **keys: Any) -> Any:
-    return recipe(tiny_run.folder, tiny_run.folder / out, calibrate={"stats": str(tiny_run.folder / "stats")}, **keys)
+    return SimpleNamespace(folder=world, vlm=vlm, rows=rows, blocks=blocks)
 
 
 def learn_thresholds(folder: Path) -> None:
@@ -56,22 +44,17 @@ def learn_thresholds(folder: Path) -> None:
     assert cli.main([*call, "--calib", str(folder / "calib.jsonl")]) == 0
 
 
-RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").Options(group_size=32))
+RTN = QuantMethod(SCHEMES.get("rtn"), SCHEMES.get("rtn").OPTIONS(group_size=32))
 PHASES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "after a reducer": lambda it: calibration_inputs.reduced(it.vlm, it.rows, parse_reducer("divprune:0.5")),
     "thresholds": lambda it: learn_thresholds(it.folder),
-    "vision attention": lambda it: tower_attention.attention_scales(
-        qwen := load(it.folder / "qwen2-5-vl"), encoded(samples()[:2], qwen)
-    ),
     "inputs of blocks": lambda it: block_inputs.capture_block_inputs(it.vlm, it.rows),
     "gradients": lambda it: gradients(it.vlm, it.rows),
 }
 COMPUTED: dict[str, Callable[[SimpleNamespace], Any]] = {
-    "statistics": lambda it: calibrate(recipe(it.folder, it.folder / "again", scheme="gptq"), overwrite=True),
-    "solving": lambda it: quantize(from_statistics(it, "gptq", scheme="gptq"), overwrite=True),
-    "measured errors": lambda it: measured_errors.measure(it.folder / "rtn", it.stats, it.folder / "llava"),
-    "bits": lambda it: allocate_bits(
-        make_plan(from_statistics(it, "bits", scheme="gptq", bits={"budget": 5})), progress=silent
+    "solving": lambda it: quantize(recipe(it.folder, it.folder / "gptq", scheme="gptq"), overwrite=True),
+    "bits": lambda it: quantize(
+        recipe(it.folder, it.folder / "bits", scheme="gptq", bits={"budget": 5}), overwrite=True
     ),
 }
 

@@ -15,7 +15,6 @@ from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, 
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import Layout, ModelSpec, spec_for
-from vlmcompress.reduction.hooks import Reduced
 from vlmcompress.reduction.hooks.units import Unit, join_reductions
 from vlmcompress.reduction.methods import Grid, Reduction
 
@@ -121,8 +120,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
         # All tiles of all images of the step at once: those of one shape share every kernel.
         results = iter(self.reducer.reduce_all(tiles))
         return [
-            join_reductions([Reduced(**vars(unit), reduction=next(results)) for unit in parts], parts[0].columns.device)
-            for parts in units
+            join_reductions([unit.reduced(next(results)) for unit in parts], parts[0].columns.device) for parts in units
         ]
 
     def _placed(self, rows: Tensor, reduction: Reduction) -> Tensor:

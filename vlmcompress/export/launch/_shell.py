@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-from vlmcompress.export.readers import LoadFacts
-
 HEAD = """#!/bin/sh
 # {title}
 # Written by vlmcompress; edit it freely. HOST, PORT and MODEL may be set; further flags are passed on and take precedence.
@@ -40,32 +38,10 @@ def execute(command: str, flags: Sequence[str], *raw: str) -> str:
     return " \\\n  ".join([f"exec {command}", *parts, *raw, '"$@"'])
 
 
-def server_script(
-    facts: LoadFacts,
-    title: str,
-    command: str,
-    flags: Sequence[str],
-    *raw: str,
-    length: str,
-    gpus: str,
-    code: str = "--trust-remote-code",
-    cache: Sequence[str] = (),
-) -> str:
-    """The script that starts an engine's server: the engine's fixed flags, then those that depend on the checkpoint.
-
-    Args:
-        title: the engine's title, with its version.
-        command: command that starts the server, in shell syntax.
-        flags: flags for every checkpoint.
-        raw: text after all flags that the shell expands.
-        length, gpus, code: the engine's flags for the context length, the number of GPUs, and running the checkpoint's
-            Python code.
-        cache: flags about the KV cache.
-    """
-    flags = [*flags, *([length, str(facts.max_len)] if facts.max_len else []), *cache]
-    flags += [gpus, str(facts.gpus)] if facts.gpus > 1 else []
-    flags += [code] if facts.code else []
-    return script(f"{facts.name} in {title}", execute(command, flags, *raw))
+def address(port: int, prefix: str = "--") -> str:
+    """Flags of host and port, which the shell expands: this machine only, unless HOST says otherwise."""
+    host = "--host" if prefix == "--" else f"{prefix}name"
+    return f'{host} "${{HOST:-127.0.0.1}}" {prefix}port "${{PORT:-{port}}}"'
 
 
 class _Plain(yaml.SafeDumper):

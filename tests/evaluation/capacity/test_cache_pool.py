@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from vlmcompress.engines.vllm.cache_pool import CacheLayer, Group, Pool, pool, tokens_bytes
-from vlmcompress.engines.vllm.served_model import Attention, ServedDecoder, State, tp_choices, tp_problem
+from vlmcompress.engines.vllm.served_model import Attention, CacheLayer, ServedDecoder, State, tp_choices, tp_problem
+from vlmcompress.evaluation.capacity.cache_pool import Group, Pool, pool, tokens_bytes
 
 
 def decoder(*blocks: Attention | State | None) -> ServedDecoder:

@@ -31,24 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from vlmcompress.engines.vllm.served_model import CacheLayer
 from vlmcompress.recipe.targets import Target
-
-
-@dataclass(frozen=True)
-class CacheLayer:
-    """The cache of one decoder block on one device.
-
-    Attributes:
-        token_bytes: bytes of keys and values per token; 0 for a recurrent block.
-        window: length of the sliding window in tokens; None: full attention.
-        state_bytes: bytes of a sequence's state; 0 for attention.
-        heads: number of key heads on this device. Layers with different numbers never share a group.
-    """
-
-    token_bytes: int
-    window: int | None = None
-    state_bytes: int = 0
-    heads: int = 0
 
 
 @dataclass(frozen=True)
