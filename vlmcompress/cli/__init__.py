@@ -60,6 +60,8 @@ RETIRED = {
     "push": "hf upload ORG/NAME OUT, after vlmcompress doctor OUT",
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }
+# Earlier flag -> what to do now.
+RETIRED_FLAGS = {"--stats": "name the samples by --calib", "--vision-attention": "leave it out"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -93,6 +95,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
+        if flag in RETIRED_FLAGS:
+            raise UserError(f"there is no flag {flag} any more; {RETIRED_FLAGS[flag]}")
         takers = [name for name in VERBS if name != args.verb and _parser(name)[1][name].has(flag)]
         verbs[args.verb].raise_unknown(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
     args.extra = extra
