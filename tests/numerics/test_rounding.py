@@ -280,3 +280,11 @@ def test_bad_formats_name_a_remedy(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_not_finite_is_refused_where_its_input_is_never_active():
+    """Such a column widens no range, but its NaN would be written."""
+    w, importance = torch.randn(4, 32), torch.ones(32)
+    w[1, 3], importance[3] = torch.nan, 0.0
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        find_params(w, weight_only(4, 16).weights, importance=importance)

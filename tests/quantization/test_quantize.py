@@ -20,7 +20,7 @@ from tests.kit import calibration_rows, forks, tiny
 from tests.kit.pictures import film
 from vlmcompress import cli, models
 from vlmcompress.evaluation.doctor import files as doctor
-from vlmcompress.quantization import rounded_layers, run
+from vlmcompress.quantization import run
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks
@@ -156,7 +156,7 @@ def test_finished_weight_files_are_kept(world, tmp_path, monkeypatch):
     options = {"options": {"group_size": 32}, "calibrate": {}, "shard_size": "100KB"}
     expected = quantize(recipe(world, whole, "rtn", **options)).manifest
     assert len(weights(whole)) > 4 and all(error["weight"] > 0 for error in expected["errors"].values())
-    solve, rounded, last = rounded_layers.solve_block, [], 6
+    solve, rounded, last = run.solve_block, [], 6
 
     def counted(groups, *rest):
         rounded.append(groups[0])
@@ -164,7 +164,7 @@ def test_finished_weight_files_are_kept(world, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return solve(groups, *rest)
 
-    monkeypatch.setattr(rounded_layers, "solve_block", counted)
+    monkeypatch.setattr(run, "solve_block", counted)
     with pytest.raises(KeyboardInterrupt):
         quantize(recipe(world, halved, "rtn", **options))
     finished = weights(kept)

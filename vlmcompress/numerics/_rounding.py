@@ -60,15 +60,15 @@ def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tup
     lows, highs, bounds = [], [], []
     for rows, part in _row_parts(w, fmt):
         pieces, counts = _pieces(part, fmt), _of(importance, rows)
-        bounds += [pieces.amin(), pieces.amax()]  # also of columns that are masked below
         if counts is not None:  # weights of inputs that are always zero have no effect, so they do not widen a range
+            bounds += [pieces.amin(), pieces.amax()]  # a NaN among them would be written all the same
             dead = _counts(counts, part, fmt) == 0
             pieces = pieces.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
         lows.append(pieces.amin(-1).clamp_(max=0))
         highs.append(pieces.amax(-1).clamp_(min=0))
     shape = (1,) if fmt.group == 0 else (len(w), -1)
     low, high = torch.cat(lows).view(shape), torch.cat(highs).view(shape)
-    if not torch.stack(bounds).isfinite().all():
+    if not torch.stack((low.amin(), high.amax(), *bounds)).isfinite().all():
         raise ValueError("the weight holds NaN or Inf; check that the checkpoint is whole")
     return low, high
 

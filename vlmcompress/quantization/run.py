@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
-from vlmcompress.models.devices import full_float32, trim
+from vlmcompress.models.devices import accelerator, full_float32, trim
+from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.numerics.statistics.balance import Sensitivity
 from vlmcompress.numerics.statistics.inputs import STATISTICS, GroupStats
@@ -45,7 +46,6 @@ from vlmcompress.quantization.inputs import (
 )
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
 from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.rounded_layers import RoundedLayers
 from vlmcompress.quantization.run_manifest import run_manifest
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
@@ -269,6 +269,50 @@ def _solve(
     with phase("solving"):
         dtype = method.scale_dtype or next(iter(weights.values())).dtype
         return solve_block(groups, weights, stats, method, dtype, smoothing, norms, vlm.spec.norm_offset)
+
+
+class RoundedLayers(Mapping):
+    """A lazy mapping of linear layer to (weight, scheme, input scale). A group is rounded when its first layer is read, on the
+    accelerator if there is one; results are kept until they are read.
+
+    Args:
+        errors: takes the errors of layers (as in `BlockResult`) once they are rounded; its order is that of the groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Group],
+        method: QuantMethod,
+        errors: dict[str, dict[str, float]] | None = None,
+    ):
+        self._model, self._method = model, method
+        self._group = {name: group for group in groups for name in group.linears}
+        self._errors = {} if errors is None else errors
+        self._errors |= {name: {} for name in self._group}
+        self._results: dict[str, tuple[QTensor, Scheme, Tensor | None]] = {}
+
+    def __getitem__(self, name: str) -> tuple[QTensor, Scheme, Tensor | None]:
+        group, device = self._group[name], accelerator() or torch.device("cpu")
+        if name not in self._results:
+            weights = {each: self._model.get_parameter(f"{each}.weight").detach().to(device) for each in group.linears}
+            dtype, scheme = self._method.scale_dtype or weights[name].dtype, self._method.of(group).scheme
+            assert scheme is not None  # a plan has no other groups
+            with phase("solving"):
+                result = solve_block([group], weights, {}, self._method, dtype)
+            for each, weight in result.weights.items():
+                self._results[each] = weight, scheme, result.input_scales.get(each)
+            self._errors |= result.errors
+        return self._results.pop(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._group
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
 
 
 def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, Any]:

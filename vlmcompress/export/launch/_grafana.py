@@ -57,7 +57,7 @@ _PANELS = (  # title, unit, legend -> PromQL
 
 def dashboard(facts: LoadFacts) -> str:
     """The dashboard as JSON text, with the checkpoint's name preselected."""
-    model = {"name": "model", "label": "Model", "type": "query", "datasource": _SOURCE}
+    model: dict[str, Any] = {"name": "model", "label": "Model", "type": "query", "datasource": _SOURCE}
     model |= {"query": "label_values(vllm:num_requests_running, model_name)", "refresh": 2}
     source = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     content = {

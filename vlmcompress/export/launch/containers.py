@@ -100,10 +100,10 @@ def kubernetes(facts: LoadFacts) -> dict[str, str]:
         {"name": "model", "persistentVolumeClaim": claim},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
     ]
-    health = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    health: dict[str, Any] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
     gpus = {"nvidia.com/gpu": facts.gpus}
     variables = [{"name": key, "value": value} for key, value in vllm.environment(facts).items()]
-    container = {
+    container: dict[str, Any] = {
         "name": "vllm",
         "image": image(facts),
         "command": arguments(facts),

@@ -59,7 +59,9 @@ def search_ranges(
             for block in run:
                 stack.enter_context(resident(modules[block], device))
                 outputs = call(modules, block, outputs, samples)
-            groups = [[group for group in blocks[block] if method.of(group).module is qvlm] for block in run]
+            groups = [
+                [group for group in blocks[block] if isinstance(method.of(group).module, qvlm.Qvlm)] for block in run
+            ]
             weights = stack.enter_context(_Weights(vlm.model, [group for part in groups for group in part], method))
             chosen |= _descend(modules, run, groups, samples, quantized, outputs, weights, base_options)
             for block in run:
