@@ -26,9 +26,9 @@ def test_the_examples_run(tmp_path, monkeypatch, quick_engines):
     names: dict = {}
     exec(compile(code, "docs/python.md", "exec"), names)
     assert names["done"].manifest["size"]["weights_after"] < names["done"].manifest["size"]["weights_before"]
-    assert (tmp_path / "OUT" / "model.safetensors").is_file() and (tmp_path / "OUT-8" / "config.json").is_file()
+    assert (tmp_path / "OUT" / "model.safetensors").is_file()
     assert names["results"].suites[0].samples == 40 and names["results"].suites[0].overall.candidate > 0.8
-    assert names["vlm"].model.config.model_type == "llava" and len(EXAMPLES) == 4
+    assert names["vlm"].model.config.model_type == "llava" and len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize(

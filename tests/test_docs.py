@@ -204,7 +204,7 @@ def test_the_gain_on_the_first_screen_is_what_plan_computes_and_the_gpu_took():
     plan = {}
     for line in between("plan").splitlines():
         scheme, _, figures = line.strip().partition(" ")
-        if match := re.search(r"([\d.]+) GB +[\d.]+ GB +([\d,]+) +([\d,]+) ", figures):
+        if match := re.search(r"([\d.]+) GB +[\d.]+ GB +([\d,]+) +([\d,]+)", figures):
             plan[scheme] = (f"{float(match[1]):.1f} GB", match[2], match[3])
     seconds = dict(re.findall(r"^\| qwen2.5-vl-7b-(\S+) \| \d+ \| \d+ \| (\d+) \|", between("gpu"), re.MULTILINE))
 

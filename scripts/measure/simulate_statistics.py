@@ -2,7 +2,8 @@
 """Check by simulated compressions, whose true loss is known, that verdicts are wrong no more often than they may be.
 
     scripts/measure/simulate_statistics.py --save      54 settings and 15 mixes of sizes, 2,000 evaluations of each kind;
-                                                       an hour of one core; writes eval/statistics.json
+                                                       three hours of one core; writes eval/statistics.json
+    scripts/measure/simulate_statistics.py --sizes --save    the mixes of sizes alone; the file keeps the rest
     scripts/measure/simulate_statistics.py --render    prints the docs' tables from that file
     scripts/measure/simulate_statistics.py --quick     a few settings, 200 evaluations each
 
@@ -308,10 +309,7 @@ def simulate(settings: Sequence[Setting], mixes: Sequence[Sizes], runs: int, see
         resampled = f"{row['bootstrap_pass']:15.1%}" if "bootstrap_pass" in row else ""
         rates = f"{row['pass']:6.1%} {row['fail']:6.1%} {row['coverage']:7.1%} {resampled}"
         print(f"{setting!s:64} {100 * drop:5.1f} {rates}".rstrip(), flush=True)
-    sizes = []
-    for mix in mixes:
-        sizes.append(of_sizes(rng, mix, runs))
-        print(json.dumps(sizes[-1]), flush=True)
+    sizes = simulate_sizes(rng, mixes, runs)
     output, decided, few = [], [], max(100, runs // 10)
     for setting in [s for s in settings if s.n < 3000]:
         output.append(power_at_detectable(rng, setting, few))
@@ -336,6 +334,15 @@ def simulate(settings: Sequence[Setting], mixes: Sequence[Sizes], runs: int, see
         "decided_with_needed": [min(decided), float(np.mean(decided)), max(decided)],
         "families": false_families(rng, runs // 5),
     }
+
+
+def simulate_sizes(rng: np.random.Generator, mixes: Sequence[Sizes], runs: int) -> list[dict[str, Any]]:
+    """Simulate evaluations of images of two sizes, and print each mix's rates as they come."""
+    rows = []
+    for mix in mixes:
+        rows.append(of_sizes(rng, mix, runs))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def render(results: Mapping[str, Any]) -> str:
@@ -404,6 +411,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few settings, few runs")
     parser.add_argument("--runs", type=int, help="simulated evaluations per setting and loss; default 2000, quick 200")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", action="store_true", help="simulate the mixes of sizes alone; the rest is RESULTS'")
     parser.add_argument("--save", action="store_true", help="write RESULTS")
     parser.add_argument(
         "--render", nargs="?", const="verdicts", choices=("verdicts", "images"), help="print a docs' table"
@@ -416,9 +424,12 @@ def main() -> None:
     else:
         runs = args.runs or (200 if args.quick else 2000)
         chosen = (QUICK, MIXES[:1]) if args.quick else (SETTINGS, MIXES)
-        results = json.loads(
-            json.dumps(simulate(*chosen, runs, args.seed)), parse_float=lambda text: round(float(text), 4)
-        )
+        if args.sizes:
+            rows = simulate_sizes(np.random.default_rng(args.seed), chosen[1], runs)
+            simulated = json.loads(args.results.read_text()) | {"sizes": rows}
+        else:
+            simulated = simulate(*chosen, runs, args.seed)
+        results = json.loads(json.dumps(simulated), parse_float=lambda text: round(float(text), 4))
         print(f"\n{render(results)}\n\n{render_images(results)}")
         if args.save:
             args.results.write_text(json.dumps(results, indent=1) + "\n")

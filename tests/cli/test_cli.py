@@ -102,7 +102,6 @@ SPELLINGS = {
     ],
     "quantize m": ["--kv-cache fp8 --kv-cache-dtype fp8", "--samples 9 --num-calibration-samples 9"],
     "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
-    "calibrate m -o o": ["--kv-cache fp8 --kv-cache-dtype fp8"],
     "eval o": ["--suite a --tasks a"],
 }
 

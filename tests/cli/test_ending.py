@@ -93,6 +93,12 @@ ENDS = {
     "no number": ("list", 2, "RANK is 'x', which is not a number; "),
     "a rank beyond all": ("list", 2, "RANK is 5, but WORLD_SIZE is 2; "),
     "not UTF-8": ("doctor $'a\\xff'", 2, r"'a\xff' is not UTF-8; rename"),
+    "no UTF-8": ("doctor ü", 2, "the locale can't write"),
+}
+ENVIRONMENTS = {
+    "no number": {"WORLD_SIZE": "2", "RANK": "x"},
+    "a rank beyond all": {"WORLD_SIZE": "2", "RANK": "5"},
+    "no UTF-8": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
 }
 
 
@@ -100,9 +106,7 @@ ENDS = {
 def test_standard_streams_and_environment(name):
     """Output that is full, closed or left, and an environment that is wrong: the exit code, and one line or none."""
     call, code, line = ENDS[name]
-    ranks = {"no number": "x", "a rank beyond all": "5"}
-    rank = {"WORLD_SIZE": "2", "RANK": ranks[name]} if name in ranks else {}
-    environment = os.environ | rank | {"PYTHONIOENCODING": "ascii"}
+    environment = os.environ | ENVIRONMENTS.get(name, {}) | {"PYTHONIOENCODING": "ascii"}
     command = ["bash", "-c", f"{sys.executable} -m vlmcompress {call}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == code, done.stderr

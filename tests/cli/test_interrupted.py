@@ -19,8 +19,7 @@ from vlmcompress.utils.progress import ProgressBar
 
 TRAINING = ("--samples", "24", "--steps", "4", "--every", "2", "--batch", "2")
 CASES = {  # verb: (its flags, other settings, the label and the step of progress after which it is stopped)
-    "quantize": (("--scheme", "gptq", "--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
-    "calibrate": (("--samples", "6"), ("--samples", "5"), ("calibrating", 2)),
+    "quantize": (("--scheme", "gptq", "--samples", "6"), ("--samples", "5"), ("calibrating", 3)),
     "recover": (("--reduce", "uniform:0.5", *TRAINING), ("--lr", "0.002"), ("recovering", 3)),
     "learn-reducer": (TRAINING, ("--lr", "0.02"), ("training the scorer", 3)),
     "draft": (("--engine", "hf", "--answer-tokens", "4", *TRAINING), ("--lr", "0.0005"), ("training the draft", 3)),

@@ -223,6 +223,8 @@ report --errors out other: out other
 report --errors data: data {MANIFEST}
 calibrate llava -o o: calibrate quantize --calib
 quantize llava -o o --scheme qronos: gptq-plus
+quantize llava -o o --scheme rtn --stats s: --stats --calib
+quantize llava -o o --scheme rtn --vision-attention fp8: --vision-attention leave
 quantize llava -o o --scheme rtn --set calibrate.stats=s: calibrate.stats --calib
 quantize llava -o o --scheme awq --set options.clip_sweeps=1: options.clip_sweeps gptq-plus
 report --errors out --top -1: --top -1

@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM: unquantized, and with 4 bits by the plugin's emulation where the processor has no AMX."""
+"""Mixtures of experts in vLLM: unquantized, and with 4 bits by the tests' emulation where the processor has no AMX."""
 
 from __future__ import annotations
 

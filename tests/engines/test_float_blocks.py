@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.kit import forks, vllm_answers
 from tests.kit.engine import SETTINGS, asked
 from tests.kit.inputs import encode
-from tests.kit.places import DEMO_LLAVA, DEMOS
+from tests.kit.places import DEMO_LLAVA, DEMOS, EMULATION
 from tests.kit.rtn import SCHEMES
 from vlmcompress import models
 from vlmcompress.engines import EngineSettings, Request, get_engine
@@ -28,13 +28,14 @@ from vlmcompress.recipe import resolve
 pytestmark = pytest.mark.engine
 QUESTIONS = 40
 LOOK = """
-import os, sys
+import sys
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.model_executor.kernels.linear import init_nvfp4_linear_kernel
-from vlmcompress.engines.vllm.plugin import register
+sys.path.insert(0, sys.argv[3])
+from emulation import register
 
 def chosen(use_a16=False):
     try:
@@ -43,7 +44,6 @@ def chosen(use_a16=False):
         return None
 
 assert chosen() is None
-os.environ["VLMCOMPRESS_EMULATE_NVFP4"] = "1"
 register(), register()
 assert chosen(use_a16=True) is None
 layer, given = torch.nn.Module(), load_file(sys.argv[1])  # what vLLM's class makes of the stored tensors
@@ -80,7 +80,7 @@ def test_answers_like_transformers(scheme, tmp_path):
 @pytest.mark.slow
 def test_unmixed_types_answer_like_transformers(tmp_path, monkeypatch, quick_engines):
     """As `vlmcompress eval` asks. Inputs of 4 bits: two orders of additions tip over some that were unsure."""
-    monkeypatch.setenv("VLMCOMPRESS_EMULATE_NVFP4", "1")
+    monkeypatch.setenv("PYTHONPATH", str(EMULATION), prepend=":")
     folder = made(tmp_path / "out", mixed=False, rounding="rtn")
     samples = load_samples(DEMOS / "data" / "llava" / "validation.parquet", samples=QUESTIONS, seed=0)
     requests = []
@@ -102,7 +102,7 @@ def test_unmixed_types_answer_like_transformers(tmp_path, monkeypatch, quick_eng
     assert min(right) > 0.7 * len(samples), right
 
 
-def test_the_emulation_runs_only_on_request(tmp_path):
+def test_the_emulation_computes_our_products(tmp_path):
     """Oracle: vLLM's own choice of a kernel (with 16-bit activations it takes Marlin, which CPUs lack), and the product of
     our rounded inputs and weights."""
     pytest.importorskip("vllm")
@@ -111,9 +111,8 @@ def test_the_emulation_runs_only_on_request(tmp_path):
     qt, shared = round_to_nearest(w, NVFP4), find_global_scale([x[:20]])
     stored = compressed_tensors.FORMAT.tensors(qt, SCHEMES["nvfp4"], shared)
     save_file(stored | {"x": x}, tmp_path / "given")
-    environment = {name: value for name, value in (os.environ | SETTINGS).items() if "NVFP4" not in name}
-    command = [forks.python(*forks.VLLM), "-c", LOOK, str(tmp_path / "given"), str(tmp_path / "got")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    command = [forks.python(*forks.VLLM), "-c", LOOK, str(tmp_path / "given"), str(tmp_path / "got"), str(EMULATION)]
+    done = subprocess.run(command, env=os.environ | SETTINGS, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     activations = SCHEMES["nvfp4"].activations
     expected = round_activations(x, activations, shared) @ qt.dequantize(torch.float32).T

@@ -141,14 +141,14 @@ def running(checkpoint: Path, script: str, *arguments: str, **variables: str) ->
     finally:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM)
-        if not session_ends(child.pid, 30):
+        if not session_ends(child.pid, 60):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 
 def healthy(address: str) -> bool:
     try:
-        return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
+        return urllib.request.urlopen(f"{address}/health", timeout=30).status == 200
     except OSError:
         return False
 

@@ -277,7 +277,7 @@ def test_serve_becomes_a_server_that_ends_cleanly(unquantized, tmp_path):
         expected = engines.get_engine("llamacpp").answer(unquantized, [request], media=tmp_path, settings=SETTINGS)
         assert reply["usage"]["prompt_tokens"] == expected.answers["0"].prompt_tokens
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) in (0, -signal.SIGTERM) and session_ends(process.pid)
+        assert process.wait(300) in (0, -signal.SIGTERM) and session_ends(process.pid)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -241,7 +241,7 @@ def test_silence_times_out(server: Server, tmp_path: Path, monkeypatch: pytest.M
     began = time.monotonic()
     with pytest.raises(UserError, match="gave no answer to sample 'q.' for 1 s"):
         ask(server, tmp_path, count=3, answer_timeout=1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     gate.set()
 
 

@@ -113,7 +113,7 @@ def test_an_error_of_the_callers_ends_the_worker(tmp_path: Path, broken) -> None
     """Such as a full disk under the journal: it is passed on, not taken for a crash, and no process is left."""
     pid = tmp_path / "pid"
     event = '{"event": "answer", "id": "only", "text": "hi", "finish": "stop", "prompt_tokens": 3, "output_tokens": 1}'
-    broken(f"""echo $$ > {pid}; echo '{{"event": "ready", "engine": {{}}}}'; echo '{event}'; sleep 60""")
+    broken(f"""echo $$ > {pid}; echo '{{"event": "ready", "engine": {{}}}}'; echo '{event}'; sleep 600""")
 
     def full(_: Answer) -> None:
         raise UserError("disk full")
@@ -133,24 +133,24 @@ def test_noise_on_standard_output_is_skipped(tmp_path: Path, broken) -> None:
 def test_a_silent_engine_times_out_and_leaves_no_process(tmp_path: Path, broken, ready: bool) -> None:
     pid = tmp_path / "pid"
     first = """echo '{"event": "ready", "engine": {}}'; """ if ready else ""
-    broken(f"{first}sleep 60 & echo $! > {pid}; wait")
-    with pytest.raises(UserError, match="gave no answer for 1 s" if ready else "had not loaded the model after 1 s"):
-        ask(tmp_path, start_timeout=1, answer_timeout=1)
+    broken(f"{first}sleep 600 & echo $! > {pid}; wait")
+    with pytest.raises(UserError, match="gave no answer for 4 s" if ready else "had not loaded the model after 4 s"):
+        ask(tmp_path, start_timeout=300 if ready else 4, answer_timeout=4)
     assert wait_until_gone(int(pid.read_text()))
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, broken, monkeypatch) -> None:
     pid = tmp_path / "pid"
-    broken(f"trap '' TERM; (trap '' TERM; sleep 60) & echo $! > {pid}; wait; sleep 60")
+    broken(f"trap '' TERM; (trap '' TERM; sleep 600) & echo $! > {pid}; wait; sleep 600")
     with pytest.raises(UserError, match="had not loaded"):
-        ask(tmp_path, start_timeout=1)
+        ask(tmp_path, start_timeout=4)
     assert wait_until_gone(int(pid.read_text()))
 
 
 def test_a_dead_engine_is_noticed_while_its_child_lives(tmp_path: Path, broken) -> None:
     """As vLLM's workers do when its core has died: the child has the engine's output open and is deaf to SIGTERM."""
     pid = tmp_path / "pid"
-    broken(f"""echo '{{"event": "ready", "engine": {{}}}}'; (trap '' TERM; sleep 60) & echo $! > {pid}; kill -9 $$""")
+    broken(f"""echo '{{"event": "ready", "engine": {{}}}}'; (trap '' TERM; sleep 600) & echo $! > {pid}; kill -9 $$""")
     began = time.monotonic()
     with pytest.raises(UserError, match="vLLM died .killed by SIGKILL."):
         ask(tmp_path, answer_timeout=40)
@@ -217,7 +217,7 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: list[signa
         "import ctypes, pathlib, signal, time; from vlmcompress.engines.worker import end_with_parent; "
         f"end_with_parent(); signal.signal(signal.SIGTERM, lambda *_: None); pathlib.Path('{up}').touch(); {BUSY[busy]}"
     )
-    broken(f"(trap '' TERM INT; sleep 60) & echo $! > {pid}; {sys.executable} -c \"{code}\"; sleep 60")
+    broken(f"(trap '' TERM INT; sleep 600) & echo $! > {pid}; {sys.executable} -c \"{code}\"; sleep 600")
     command, env = [sys.executable, "-c", PARENT, str(tmp_path)], {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
     while not up.exists():
@@ -228,7 +228,7 @@ def test_no_orphan_when_the_parent_dies(tmp_path: Path, broken, sent: list[signa
     for sig in sent:
         parent.send_signal(sig)
         time.sleep(0.5)
-    parent.wait(20)
+    parent.wait(120)
     assert wait_until_gone(int(pid.read_text()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import http.client
 import io
 import json
 import shlex
@@ -307,6 +308,18 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     assert about_where.usage.prompt_tokens == with_image.usage.prompt_tokens
     assert "only with --trust-request-mm-kwargs" in log.read_text()
 
+    # Images that nobody can use: the client's fault, so that the connection, which a proxy may share, stays open.
+    huge = io.BytesIO()
+    Image.new("1", (14_000, 14_000)).save(huge, "PNG")
+    bombs = "data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()
+    link = http.client.HTTPConnection("127.0.0.1", port)
+    for bad in ("data:,", "file:///etc/passwd", bombs):
+        parts = [{"type": "image_url", "image_url": {"url": bad}}, text]
+        body = {"model": "tiny-llava", "messages": [{"role": "user", "content": parts}]}
+        link.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = link.getresponse()
+        assert reply.status == 400 and reply.read() and link.sock is not None, bad[:30]
+
     request = Request("plain", [{"role": "user", "content": [text]}])
     run = get_engine(f"openai:http://127.0.0.1:{port}/v1").answer(
         "tiny-llava", [request], media=folder.parent, settings=EngineSettings(max_tokens=4, logprobs=5)
@@ -316,9 +329,9 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     assert answer.first and all(logprob <= 0 for logprob in answer.first.values())
 
     shell = example(folder, "127.0.0.1", port).split("\n", 1)[1]
-    reply = subprocess.run(["bash", "-c", shell], cwd=folder.parent, capture_output=True, text=True, timeout=60)
+    reply = subprocess.run(["bash", "-c", shell], cwd=folder.parent, capture_output=True, text=True, timeout=300)
     assert json.loads(reply.stdout)["usage"]["prompt_tokens"] > 8
 
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) in (0, -signal.SIGTERM), log.read_text()[-12000:]
+    assert process.wait(300) in (0, -signal.SIGTERM), log.read_text()[-12000:]
     assert folder_is_left(folder.parent)

@@ -18,6 +18,7 @@ from tests.kit.tiny import build
 from vlmcompress import cli
 from vlmcompress.export import auto_round, manifest
 from vlmcompress.export.convert import convert
+from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.stored import Stored
 from vlmcompress.numerics import Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
@@ -241,7 +242,7 @@ def test_ministral_3_as_published(ministral, tmp_path, capsys):
     code, error = run(capsys, "export", ministral, "-o", tmp_path / "ct")
     assert code == 0, error
     before, after = Stored.of(ministral), Stored.of(tmp_path / "ct")
-    static = FORMATS.get("compressed-tensors").scheme_of(
+    static = compressed_tensors.scheme_of(
         {
             "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
             "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},

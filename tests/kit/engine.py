@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.places import ROOT
+from tests.kit.places import EMULATION, ROOT
 
 SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -25,9 +25,6 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in that process, where its model can be looked at
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLMCOMPRESS_EMULATE_NVFP4": "1",  # no other format hears of it
-    "VLMCOMPRESS_EMULATE_MX": "1",
-    "VLMCOMPRESS_EMULATE_EXPERTS": "1",
 }
 
 
@@ -37,7 +34,7 @@ class Process:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.log = self.folder / "log"
-        environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        environment = os.environ | SETTINGS | {"PYTHONPATH": f"{EMULATION}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-m", "tests.kit.engine_worker"]
         with self.log.open("wb") as sink:
             self.child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Which processes live, from /proc."""
+"""Which processes live, from /proc. Waits are long, as a loaded machine makes processes late; they end when they can."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
+def wait_until_gone(pid: int, seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
@@ -35,7 +35,7 @@ def session_members(session: int) -> list[str]:
     return members
 
 
-def session_ends(session: int, seconds: float = 20.0) -> bool:
+def session_ends(session: int, seconds: float = 120.0) -> bool:
     """Whether all of a session's processes are gone before the time is up."""
     end = time.monotonic() + seconds
     while session_members(session) and time.monotonic() < end:
@@ -43,7 +43,7 @@ def session_ends(session: int, seconds: float = 20.0) -> bool:
     return not session_members(session)
 
 
-def folder_is_left(folder: Path, seconds: float = 20.0) -> bool:
+def folder_is_left(folder: Path, seconds: float = 120.0) -> bool:
     """Whether no process works in a folder before the time is up."""
 
     def occupied() -> bool:

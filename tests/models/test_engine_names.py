@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tests.kit import rtn, vllm_answers
 from tests.kit.engine import asked
 from tests.kit.families import FAMILIES, can_process
+from tests.kit.places import EMULATION
 from vlmcompress import cli, models
 from vlmcompress.engines.vllm import names as engine_names
 from vlmcompress.export import manifest
@@ -41,9 +42,9 @@ def folders(checkpoint, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def placed(folders) -> dict[str, dict]:
-    """What vLLM makes of each; without AMX its CPU build has a class for quantized experts by the plugin alone."""
+    """What vLLM makes of each; without AMX its CPU build has a class for quantized experts by an emulation alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLMCOMPRESS_EMULATE_EXPERTS", "1")
+        patch.setenv("PYTHONPATH", str(EMULATION), prepend=":")
         return engine_names.tensor_places(folders)
 
 

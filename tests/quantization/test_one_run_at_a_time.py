@@ -86,7 +86,7 @@ def test_two_processes_with_one_output_are_refused(world: Path, tmp_path: Path) 
 PIPES = {"capture_output": True, "text": True}
 
 
-@pytest.mark.parametrize("verb", ["learn-reducer", "recover", "search", "auto"])
+@pytest.mark.parametrize("verb", ["learn-reducer", "recover", "search"])
 def test_every_verb_with_a_work_folder_takes_the_lock(world: Path, tmp_path: Path, capsys, verb: str) -> None:
     out = tmp_path / ("out.safetensors" if verb == "learn-reducer" else "out")
     data = str(world / "calib.jsonl")

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.kit.places import ROOT
+from tests.kit.work import little_room
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError
@@ -208,3 +210,41 @@ def test_a_running_writer_is_left_alone(place):
             folders.require_out(source, out, overwrite=False, mark=MANIFEST)
         assert tree.is_dir()
     assert out.is_dir()
+
+
+def test_a_file_without_room_is_named(tmp_path: Path) -> None:
+    """Not the folder, which may be `.`; what was there before stays."""
+    folders.save_files(tmp_path, {"chart": ("a.png", b"old")})
+    with little_room(), pytest.raises(UserError, match=r"no space left while writing .*/a\.png; free some"):
+        folders.save_files(tmp_path, {"chart": ("a.png", bytes(100_000))})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"] and (tmp_path / "a.png").read_bytes() == b"old"
+
+
+HOLD = """
+import sys, time
+from vlmcompress.utils.folders import temporary_folder
+with temporary_folder("eval") as folder:
+    (folder / "image.png").touch()
+    print(folder, flush=True)
+    if sys.argv[1:] == ["wait"]:
+        time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])
+def test_a_temporary_folder_ends_with_its_process(number: int | None, tmp_path: Path) -> None:
+    """A Python program that no handler of ours runs in, and that a signal ends: copies of images are in it."""
+    command = [sys.executable, "-c", HOLD, *(["wait"] if number else [])]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        folder = Path(holder.stdout.readline().decode().strip())
+        assert folder.parent == tmp_path
+        if number:
+            assert (folder / "image.png").exists()
+            holder.send_signal(number)
+    until = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

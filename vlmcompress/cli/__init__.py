@@ -33,7 +33,7 @@ from vlmcompress.cli import _flags
 from vlmcompress.cli import _process as process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
-from vlmcompress.utils import distributed, hub
+from vlmcompress.utils import distributed, folders, hub
 from vlmcompress.utils.errors import GateError, UserError
 from vlmcompress.utils.messages import memory_problem, path_problem, shortened
 from vlmcompress.utils.registry import VERBS
@@ -60,6 +60,8 @@ RETIRED = {
     "push": "hf upload ORG/NAME OUT, after vlmcompress doctor OUT",
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }
+# Earlier flag -> what to do now.
+RETIRED_FLAGS = {"--stats": "name the samples by --calib", "--vision-attention": "leave it out"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -71,7 +73,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for word in arguments:
         # Arguments can be file names, which are written to manifests and engine settings in UTF-8.
         if word.encode(errors="ignore").decode() != word:
-            raise UserError(f"'{os.fsencode(word).decode(errors='backslashreplace')}' is not UTF-8; rename the file")
+            name = os.fsencode(word)
+            try:
+                raise UserError(f"the locale can't write '{name.decode()}'; set LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+            except UnicodeDecodeError:
+                text = name.decode(errors="backslashreplace")
+                raise UserError(f"'{text}' is not UTF-8; rename the file") from None
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if verb in RETIRED and verb not in VERBS:
         raise UserError(f"there is no verb '{verb}' any more; type {RETIRED[verb]}")
@@ -88,6 +95,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
+        if flag in RETIRED_FLAGS:
+            raise UserError(f"there is no flag {flag} any more; {RETIRED_FLAGS[flag]}")
         takers = [name for name in VERBS if name != args.verb and _parser(name)[1][name].has(flag)]
         verbs[args.verb].raise_unknown(unknown[0], takers, getattr(VERBS.get(args.verb), "PASSES_ON", None))
     args.extra = extra
@@ -156,6 +165,7 @@ def _main(argv: list[str] | None) -> int:
         if not args.verbose:
             process.quiet_libraries()
         hub.offline_except_ids()  # no implicit downloads
+        os.environ.update(folders.torch_cache())
         with process.stopping_signals(), process.redirect_stdout():
             code, data, text = VERBS.get(args.verb).run(args)
         if distributed.is_main():

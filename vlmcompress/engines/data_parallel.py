@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, R
 from vlmcompress.engines.local import WORKER, Local
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import temporary_folder
 from vlmcompress.utils.identity import model_hash
 from vlmcompress.utils.workers import Failed, Workers
 
@@ -159,10 +159,10 @@ def answer_part(part: Part) -> Run:
         UserError: the model is missing here or differs, or the engine fails.
     """
     model = _model_here(part)
-    with tempfile.TemporaryDirectory(prefix="vlmcompress-part-") as folder:
+    with temporary_folder("part") as folder:
         files = []
         for number, (suffix, content) in enumerate(part.images):
-            files.append(Path(folder, f"{number}{suffix}").resolve())
+            files.append((folder / f"{number}{suffix}").resolve())
             files[-1].write_bytes(content)
 
         def here(address: str) -> str:

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -126,12 +125,13 @@ def gguf_server(model: str | Path, *, max_model_len: int | None, slots: int) -> 
     from vlmcompress.engines.local import keep_log, start_process, stop_process
     from vlmcompress.engines.vllm.serve import HOST, Server, free_port, wait
     from vlmcompress.export.readers import served_name
+    from vlmcompress.utils.folders import temporary_folder
 
     folder, port, began = Path(model), free_port(), time.monotonic()
     url = f"http://{HOST}:{port}"
     arguments = [*command(folder, HOST, port, max_model_len, slots), "end-with-parent", "fresh"]
-    with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as place:
-        log = Path(place, "log")
+    with temporary_folder("server") as place:
+        log = place / "log"
         running = start_process(arguments, dict(os.environ), log, piped=False)
         try:
             wait(running, folder, url, 600.0, log, "llama.cpp's server")

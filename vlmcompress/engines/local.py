@@ -20,7 +20,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -31,11 +30,13 @@ from typing import Any
 from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, first_tokens
 from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import temporary_folder, torch_cache
 from vlmcompress.utils.messages import note
 
 DEADLY = 3
 """Most requests of a run that may crash the engine."""
 WORKER = Path(__file__).with_name("worker.py")
+LONGEST = 60  # characters of a folder with sockets, whose whole paths have at most 107
 LOG_VARIABLE = "VLMCOMPRESS_ENGINE_LOG"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment variables of an engine's process, unless the user has set them."""
@@ -167,12 +168,12 @@ class Local(Engine):
         """
         if line := self.remark(model):
             note(line)
-        with tempfile.TemporaryDirectory(prefix="vlmcompress-engine-") as folder:
-            log, path = Path(folder, "engine.log"), Path(folder, "requests.jsonl")
+        with temporary_folder("engine") as folder:
+            log, path = folder / "engine.log", folder / "requests.jsonl"
             path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
-            Path(folder, "job.json").write_text(json.dumps(job | {"requests": str(path)}), encoding="utf-8")
-            command = [self.interpreter(), str(WORKER), str(self.module), str(Path(folder, "job.json"))]
-            worker = start_process(command, self.environment(), log)
+            (folder / "job.json").write_text(json.dumps(job | {"requests": str(path)}), encoding="utf-8")
+            command = [self.interpreter(), str(WORKER), str(self.module), str(folder / "job.json")]
+            worker = start_process(command, environment_within(folder, self.environment()), log)
             try:
                 for event in self._watch(worker, log, model, start_timeout, answer_timeout):
                     if event["event"] == "refused" and not refusals:
@@ -245,6 +246,12 @@ def _next(lines: queue.Queue[bytes | None], worker: subprocess.Popen, limit: flo
                 return None
             if time.monotonic() > deadline:
                 raise
+
+
+def environment_within(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """`environment` for an engine whose sockets and other temporary files go into `folder`, as vLLM leaves them behind."""
+    within = {} if len(str(folder)) > LONGEST else {"TMPDIR": str(folder)}
+    return torch_cache() | environment | within
 
 
 def start_process(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -309,8 +308,8 @@ def write_answers(
             teacher_cache.keep_answers(work, answers)
 
     try:
-        with tempfile.TemporaryDirectory(prefix="vlmcompress-images-") as folder:
-            requests = [Request(sample.id, list(_messages(sample, Path(folder))), most) for sample in lacking]
+        with folders.temporary_folder("images") as folder:
+            requests = [Request(sample.id, list(_messages(sample, folder)), most) for sample in lacking]
             options: dict[str, Any] = {"label": "writing answers", "progress": progress, "on_answer": keep}
             engine.answer(model, requests, media=folder, settings=EngineSettings(max_tokens=most), **options)
     finally:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -154,21 +155,23 @@ def dump(data: object) -> str:
 
 def save_files(folder: str | Path, texts: Mapping[str, tuple[str, str | bytes]]) -> dict[str, Path]:
     """Write files, given as kind -> (name, content), and return kind -> path. Old files are replaced once all are written."""
-    folder = Path(folder)
-    with user_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {folder / name: folder / f".{name}.part" for name, _ in texts.values()}
-        try:
-            for name, text in texts.values():
-                part = parts[folder / name]
-                part.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
-                sync_file(part)
-            for path, part in parts.items():
+    paths = {kind: Path(folder, name) for kind, (name, _) in texts.items()}
+    parts = {path: path.with_name(f".{path.name}.part") for path in paths.values()}
+    try:
+        for kind, path in paths.items():
+            with user_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                text = texts[kind][1]
+                parts[path].write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+                sync_file(parts[path])
+        for path, part in parts.items():
+            with user_errors(path):
                 part.replace(path)
-        finally:
-            for part in parts.values():
-                part.unlink(missing_ok=True)
-    return {kind: folder / name for kind, (name, _) in texts.items()}
+    finally:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink()
+    return paths
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -196,6 +199,32 @@ def user_errors(out: Path) -> Iterator[None]:
             raise WriteError(f"no space left while writing {out}; free some or choose another output") from error
         reason = f"{error.strerror or error}{where}"
         raise WriteError(f"cannot write {out}: {reason}; check the path and its permissions") from error
+
+
+@contextlib.contextmanager
+def temporary_folder(purpose: str) -> Iterator[Path]:
+    """Yield a new folder in TMPDIR, which is removed at the end of the context, or when this process is killed within it."""
+    with tempfile.TemporaryDirectory(prefix=f"vlmcompress-{purpose}-", ignore_cleanup_errors=True) as folder:
+        # Handlers of signals are the caller's, and none hears SIGKILL: another process waits for the end of this one.
+        command = ["sh", "-c", 'read -r _; rm -rf -- "$0"', folder]
+        null = subprocess.DEVNULL
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+        ) as watcher:
+            try:
+                yield Path(folder)
+            finally:
+                watcher.kill()
+
+
+def torch_cache() -> dict[str, str]:
+    """The environment variable by which torch keeps what it compiles in the user's cache, and not in TMPDIR; empty if it is set
+    or the cache is read-only."""
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "vllm", "torchinductor")
+    parent = next(folder for folder in (cache, *cache.parents) if os.path.lexists(folder))
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or not parent.is_dir() or not os.access(parent, os.W_OK):
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
 
 
 def require_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:

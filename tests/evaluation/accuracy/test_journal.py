@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -15,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kit.work import little_room
 from vlmcompress.engines import Answer, EngineSettings, Request
 from vlmcompress.evaluation.accuracy.ask import Identity, answered, identify, key
 from vlmcompress.utils.errors import UserError
@@ -132,17 +131,12 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """The file system refuses a write in the middle of a line (here by a limit on the size of files)."""
     path = tmp_path / "journal.jsonl"
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with open_journal(path) as journal:
         journal.write("first", asdict(ANSWER))
         size = path.stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
-        try:
-            with pytest.raises(UserError, match=r"can't write .*File too large.*the 1 entries written so far are kept"):
-                journal.write("second", asdict(ANSWER))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, handler)
+        refused = pytest.raises(UserError, match=r"can't write .*File too large.*the 1 entries written so far are kept")
+        with little_room(size + size // 2), refused:
+            journal.write("second", asdict(ANSWER))
         assert path.stat().st_size == size
         journal.write("third", asdict(ANSWER))
     with open_journal(path) as journal:

@@ -57,12 +57,14 @@ def test_rounding_is_the_engines():
     assert torch.equal(round_activations(torch.zeros(2, 3), ActFormat("int", 8, dynamic=True)), torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize(("module", "balance"), [(int8, "off"), (int8, "ratio"), (fp8_static, "off")])
+@pytest.mark.parametrize(
+    ("module", "balance"), [(int8.SCHEME, "off"), (int8.SCHEME, "ratio"), (fp8_static.SCHEME, "off")]
+)
 def test_the_error_is_that_of_the_output(module, balance):
     """Of a group before which nothing can be folded, so that inputs stay: |r(X) Q^T - X W^T|^2 / |X W^T|^2 over all tokens."""
     x, mask = data()
     weight = torch.randn(64, x.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    options = module.OPTIONS(balance=balance) if module is int8 else module.OPTIONS()
+    options = module.OPTIONS(balance=balance) if module is int8.SCHEME else module.OPTIONS()
     group, method = Group(0, "g", ("lin",)), QuantMethod(module, options)
     result = solve_block([group], {"lin": weight}, {"g": observed(x, mask)}, method, torch.bfloat16)
     q, act = result.weights["lin"].dequantize(torch.float32), method.scheme.activations

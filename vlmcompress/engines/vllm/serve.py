@@ -18,7 +18,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmcompress import models
-from vlmcompress.engines.local import exit_text, keep_log, last_words, start_process, stop_process
+from vlmcompress.engines.local import environment_within, exit_text, keep_log, last_words, start_process, stop_process
 from vlmcompress.engines.vllm import ENVIRONMENT, environment, installed, interpreter, slow, speculation
 from vlmcompress.export import readers
 from vlmcompress.reduction import support
 from vlmcompress.utils import model_folder, schema
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import temporary_folder
 from vlmcompress.utils.messages import note
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ def vllm_server(
         note(line)
     command = [interpreter(), str(SERVER), "--end-with-parent", *arguments]
     began, url = time.monotonic(), f"http://{HOST}:{port}"
-    with tempfile.TemporaryDirectory(prefix="vlmcompress-server-") as folder:
-        log = Path(log or Path(folder, "log"))
-        running = start_process(command, environment(), log, piped=False)
+    with temporary_folder("server") as folder:
+        log = Path(log or folder / "log")
+        running = start_process(command, environment_within(folder, environment()), log, piped=False)
         try:
             wait(running, model, url, timeout, log, "vLLM's server")
             yield Server(url, readers.served_name(model), log, running.pid, round(time.monotonic() - began, 2))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from vlmcompress.engines import Answer, Engine, EngineSettings, Request
 from vlmcompress.evaluation.accuracy.tasks import LoadedSuite, Place, quiet_lm_eval, task_metric
 from vlmcompress.evaluation.accuracy.thoughts import UNFINISHED
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.folders import temporary_folder
 from vlmcompress.utils.identity import json_digest, model_files, unchanged
 from vlmcompress.utils.progress import Progress
 from vlmcompress.utils.schema import first_problem
@@ -109,11 +109,9 @@ def ask_suite(
     from vlmcompress.evaluation.accuracy.lm import EngineLM
 
     places = {(place.task, place.index): place for place in suite.places}
-    with tempfile.TemporaryDirectory(prefix="vlmcompress-eval-") as media:
-        answer = _JournalledEngine(model, engine, settings or EngineSettings(), journal, progress, label, Path(media))
-        lm = EngineLM(
-            answer, lambda instance: places[instance.task_name, instance.doc_id].id, Path(media), suite.thoughts
-        )
+    with temporary_folder("eval") as media:
+        answer = _JournalledEngine(model, engine, settings or EngineSettings(), journal, progress, label, media)
+        lm = EngineLM(answer, lambda instance: places[instance.task_name, instance.doc_id].id, media, suite.thoughts)
         for task in suite.tasks.values():
             # As in lm-eval's `evaluator.py::simple_evaluate` before `evaluate`, which does not accept None.
             task.set_config("num_fewshot", task.config.num_fewshot or 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlmcompress import models
 from vlmcompress.engines.vllm.served_model import Attention, describe
@@ -203,10 +202,8 @@ def _reducer(plan: Plan, engine: str) -> list[Check]:
     title = f"{engine}: visual tokens"
     if plan.recipe.reduce and engine not in ("vllm", "transformers"):
         problem: str | None = f"{engine} does not know the reducer of a checkpoint; use --engine vllm"
-        names = [name for name in FORMATS if FORMATS.constant(name, "ENGINE") == engine]
-        writer: Any = FORMATS.get(names[0]) if names else plan.recipe.exporter
-        if hasattr(writer, "reducer_problem"):
-            problem = writer.reducer_problem(plan.source.spec.family, plan.recipe.reduce.plain())
+        if names := [name for name in FORMATS if FORMATS.constant(name, "ENGINE") == engine]:
+            problem = FORMATS.get(names[0]).reducer_problem(plan.source.spec.family, plan.recipe.reduce.plain())
         if problem:
             return [Check(title, False, problem)]
     return [Check(title, True, plan.visual_tokens.text)]

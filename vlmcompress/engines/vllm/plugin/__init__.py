@@ -4,8 +4,7 @@ vLLM calls `register` in every one of its processes (entry point group `vllm.gen
 only when a checkpoint names its architecture, `Vlmcompress` plus the original name (see `reduction.block`). A vLLM without
 this plugin has no such architecture and refuses the checkpoint by that name.
 
-If enabled by environment variables, `register` also makes vLLM's CPU build compute NVFP4 and experts with packed weights, and
-on a processor without AVX-512 it makes that build read 4-bit weights (`_cpu`).
+`register` also makes vLLM's CPU build read 4-bit weights on a processor without AVX-512, among others (`_cpu`).
 
 Each module here without a leading underscore is a family. It defines, as literals,
 
@@ -23,13 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlmcompress.engines.vllm.plugin._cpu import (
-    emulate_experts,
-    emulate_floats,
-    look_up_packed,
-    multiply_fp8,
-    unpack_on_load,
-)
+from vlmcompress.engines.vllm.plugin._cpu import look_up_packed, multiply_fp8, unpack_on_load
 from vlmcompress.reduction.support import PREFIX, SERVED_FAMILIES
 
 if TYPE_CHECKING:
@@ -74,7 +67,5 @@ def register() -> None:
     _draft.register()
     _fixes.register()
     multiply_fp8()
-    emulate_floats()
-    emulate_experts()
     unpack_on_load()
     look_up_packed()

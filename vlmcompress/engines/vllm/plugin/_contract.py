@@ -522,21 +522,15 @@ PARTS: dict[str, list[Reach]] = {
     "EXAONE 4.5's images": _reaches(
         "model_executor.layers.fusion.mm_input_norm", "what normalizes pixels", "build_mm_input_norm"
     ),
-    "experts with 4-bit weights on CPUs": [
+    "bad images of requests": [
         *_reaches(
-            f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_wna16",
-            "its reading of a checkpoint",
-            ours=("CompressedTensorsWNA16MoEMethod(weight_quant, input_quant, moe, layer_name)",),
+            "multimodal.media.connector",
+            "what loads an image",
+            "MediaConnector._load_data_url(url, media_io)",
+            "MediaConnector._load_file_url(url_spec, media_io)",
         ),
-        *_reaches(
-            "model_executor.layers.fused_moe",
-            "what computes",
-            "UnquantizedFusedMoEMethod.apply",
-            "UnquantizedFusedMoEMethod.is_monolithic",
-            "UnquantizedFusedMoEMethod.moe_kernel",
-            "UnquantizedFusedMoEMethod.get_fused_moe_quant_config(layer)",
-            "UnquantizedFusedMoEMethod.process_weights_after_loading(layer)",
-        ),
+        *_reaches("multimodal.media.image", "what decodes an image", "ImageMediaIO.load_bytes(data)"),
+        *_reaches("exceptions", "an error of status 400", "VLLMValidationError"),
     ],
     "4-bit weights on CPUs without AVX-512": [
         *_reaches(
@@ -590,23 +584,6 @@ PARTS: dict[str, list[Reach]] = {
             "PerTensorTorchFP8ScaledMMLinearKernel",
             "ChannelWiseTorchFP8ScaledMMLinearKernel",
         ),
-    ],
-    "floats in blocks on CPUs": [
-        *_reaches(_LINEAR, "kernels are registered", "register_linear_kernel(kernel_class, platform, kernel_type)"),
-        *_reaches("platforms", "kernels are registered", "PlatformEnum"),
-        *_reaches(f"{_LINEAR}.nvfp4.emulation", "what computes", "EmulationNvFp4LinearKernel"),
-        *_reaches(f"{_LINEAR}.mxfp8.emulation", "what computes", "EmulationMxfp8LinearKernel"),
-        *_reaches(
-            f"{_LINEAR}.mxfp4.base",
-            "the form of a kernel",
-            ours=(
-                "MxFp4LinearKernel.is_supported(compute_capability)",
-                "MxFp4LinearKernel.can_implement(config)",
-                "MxFp4LinearKernel.process_weights_after_loading(layer)",
-                "MxFp4LinearKernel.apply_weights(layer, x, bias)",
-            ),
-        ),
-        *_reaches("model_executor.layers.quantization.utils.quant_utils", "the form of inputs", "kMxfp4Dynamic"),
     ],
 }
 

@@ -1,11 +1,4 @@
-"""Replacements for kernels that vLLM's CPU build lacks: experts with 4-bit weights, 4-bit weights without AVX-512, quantized
-embeddings, FP8 with AMX, floats in blocks.
-
-**Experts with 4-bit weights** on processors without AMX: slow, and only if enabled by an environment variable. On x86 vLLM
-0.32 has kernels for quantized experts only with AMX. For GPUs it has an emulation that dequantizes them at load and computes
-with 16-bit weights (`fused_moe/experts/int4_emulation_moe.py`, in Triton). Here the same is done for CPUs: vLLM's own class
-reads config and files and arranges the weights, they are dequantized, and its kernel for unquantized experts computes. Memory
-is that of 16-bit weights, so this is for checking a checkpoint, not for serving it.
+"""Replacements for kernels that vLLM's CPU build lacks: 4-bit weights without AVX-512, quantized embeddings, FP8 with AMX.
 
 **4-bit weights** on a processor without AVX-512: unpacked to 16 bits at load. The CPU build has one library per kind of x86
 processor, and the one for AVX2 has no kernel for 4-bit weights, `cpu_gemm_wna16` (vLLM 0.32): a checkpoint loads, and the
@@ -20,12 +13,6 @@ oneDNN, whose FP8 kernel requires AMX-FP16 (Granite Rapids), and which falls bac
 tokens and a matrix of 1024 x 2816, compared with 0.003 s in 16 bits. vLLM 0.33 has its own kernel for bfloat16 outputs
 (`CPUFp8ChannelWiseScaledMMLinearKernel`, with 16-bit inputs), but not for others. Here weights are converted to bfloat16 at
 load, which represents FP8 exactly, and so are the rounded inputs; the result is that of FP8. Memory is that of 16-bit weights.
-
-**NVFP4**, to measure accuracy without Blackwell: slow, and only if enabled by an environment variable. vLLM 0.32 has no NVFP4
-kernel for CPUs, but an emulation that computes what the kernels do (weights and inputs rounded to 4-bit floats, products in 16
-bits: `model_executor/kernels/linear/nvfp4/emulation.py`). Here it is registered for CPUs with vLLM's own
-`register_linear_kernel`. It serves W4A4; for 16-bit activations vLLM always selects Marlin, which fails on CPUs. Kernels for
-**MXFP4** and **MXFP8** are registered as well; vLLM selects them regardless of the checkpoint's activation format.
 """
 
 from __future__ import annotations
@@ -35,80 +22,7 @@ from typing import Any
 
 from vlmcompress.engines.vllm.plugin._contract import left_out
 
-EXPERTS_VARIABLE = "VLMCOMPRESS_EMULATE_EXPERTS"
-_put: list[bool] = []
-_registered: set[str] = set()  # kernels
-
-
-def emulate_experts() -> None:
-    """Make vLLM's CPU build compute experts with packed weights, if enabled with `VLMCOMPRESS_EMULATE_EXPERTS=1`."""
-    if os.environ.get(EXPERTS_VARIABLE) != "1":
-        return
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or _put or left_out("experts with 4-bit weights on CPUs"):
-        return
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_wna16,
-    )
-
-    module: Any = compressed_tensors_moe_wna16
-    # The module that selects a method imports this name. Can go when vLLM's CPU build supports 4-bit experts without AMX.
-    module.CompressedTensorsWNA16MoEMethod = _emulated(module.CompressedTensorsWNA16MoEMethod)
-    _put.append(True)
-
-
-def _emulated(original: Any) -> Any:
-    """A subclass of vLLM's `original` that reads a checkpoint as `original` does and then converts weights to 16 bits."""
-    import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-
-    def dequantized(layer: Any, name: str, bits: int) -> torch.Tensor:
-        """The dequantized weights `[experts, out, in]` of a layer."""
-        packed, scale = getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale")
-        experts, rows, groups = scale.shape
-        columns = packed.shape[2] * 32 // bits
-        zero = getattr(layer, f"{name}_weight_zero_point", None)
-        weights = torch.empty(experts, rows, columns, dtype=scale.dtype)
-        for index in range(experts):
-            codes = unpack_from_int32(packed[index], bits, torch.Size([rows, columns]))
-            codes = codes.reshape(rows, groups, -1).to(scale.dtype)
-            if zero is not None:
-                codes -= unpack_from_int32(zero[index], bits, torch.Size([rows, groups]), packed_dim=0)[..., None]
-            weights[index] = (codes * scale[index, :, :, None]).reshape(rows, columns)
-        return weights
-
-    class Emulated(original):
-        def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None):
-            # Skips the class's own __init__, where `select_wna16_moe_backend` raises for a CPU without AMX.
-            super(original, self).__init__(moe)
-            self.weight_quant, self.input_quant = weight_quant, input_quant
-            self.symmetric, self.num_bits = weight_quant.symmetric, weight_quant.num_bits
-            self.packed_factor, self.strategy = 32 // weight_quant.num_bits, weight_quant.strategy
-            self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
-            self.plain = UnquantizedFusedMoEMethod(moe)
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            for name in ("w13", "w2"):
-                weight = dequantized(layer, name, self.num_bits)
-                for part in ("packed", "scale", "zero_point", "shape"):
-                    layer._parameters.pop(f"{name}_weight_{part}", None)
-                layer.register_parameter(f"{name}_weight", torch.nn.Parameter(weight, requires_grad=False))
-            self.plain.process_weights_after_loading(layer)
-            self.moe_kernel = self.plain.moe_kernel
-
-        def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            return self.plain.get_fused_moe_quant_config(layer)
-
-        def apply(self, *args: Any, **options: Any) -> Any:
-            return self.plain.apply(*args, **options)
-
-        @property
-        def is_monolithic(self) -> bool:
-            return bool(self.plain.is_monolithic)
-
-    return Emulated
+_registered: list[str] = []
 
 
 KERNEL = "cpu_gemm_wna16"
@@ -223,7 +137,7 @@ def multiply_fp8() -> None:
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import PlatformEnum
 
-    _registered.add(FP8_PART)
+    _registered.append(FP8_PART)
     register_linear_kernel(fp8_kernel(), PlatformEnum.CPU, "fp8")
     # vllm/model_executor/kernels/linear/__init__.py::is_supported_and_can_implement_kernel skips kernels with these names, and
     # tries registered ones last. For bfloat16 outputs this can go with vLLM 0.32.
@@ -271,56 +185,3 @@ def fp8_kernel() -> Any:
             return (products if bias is None else products + bias).to(out_dtype).view(*output_shape)
 
     return Fp8In16BitsLinearKernel
-
-
-NVFP4_VARIABLE, MX_VARIABLE = "VLMCOMPRESS_EMULATE_NVFP4", "VLMCOMPRESS_EMULATE_MX"
-
-
-def emulate_floats() -> None:
-    """Register CPU kernels that dequantize floats in blocks before each product, if enabled; only once.
-
-    For NVFP4 (`VLMCOMPRESS_EMULATE_NVFP4=1`) and MXFP8 (`VLMCOMPRESS_EMULATE_MX=1`) vLLM's own kernels, of which the one for
-    MXFP8 keeps inputs in 16 bits; for MXFP4, where vLLM's needs an AMD package, `_mxfp4_kernel`.
-    """
-    chosen = {variable for variable in (NVFP4_VARIABLE, MX_VARIABLE) if os.environ.get(variable) == "1"} - _registered
-    _registered.update(chosen)
-    if not chosen or left_out("floats in blocks on CPUs"):
-        return
-    from vllm.model_executor.kernels.linear import register_linear_kernel
-    from vllm.platforms import PlatformEnum
-
-    if NVFP4_VARIABLE in chosen:
-        from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
-
-        register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
-    if MX_VARIABLE in chosen:
-        from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
-
-        register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
-        register_linear_kernel(_mxfp4_kernel(), PlatformEnum.CPU, "mxfp4")
-
-
-def _mxfp4_kernel() -> type:
-    """A vLLM kernel class for MXFP4 weights and inputs: both are dequantized, and multiplied in 16 bits."""
-    import torch
-    from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
-
-    from vlmcompress.numerics import MXFP4, ActFormat, QTensor, round_activations, unpack_fp4
-
-    class MxFp4InPlainTorchLinearKernel(MxFp4LinearKernel):
-        is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
-
-        @classmethod
-        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-            return config.activation_quant_key == kMxfp4Dynamic, "MXFP4 inputs only"
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            weight = QTensor(unpack_fp4(layer.weight.data), layer.weight_scale.data, None, MXFP4).dequantize()
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
-            rounded = round_activations(x, ActFormat("float", 4, dynamic=True, mx=True)).to(x.dtype)
-            return torch.nn.functional.linear(rounded, layer.weight.to(x.dtype), bias)
-
-    return MxFp4InPlainTorchLinearKernel

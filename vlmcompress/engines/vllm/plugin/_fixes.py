@@ -9,6 +9,9 @@ engine fails: "Expected multimodal embeddings to be a sequence of 2D tensors".
 **EXAONE 4.5's images.** Its class inherits that pixels are normalized in the model, and builds a tower that does not: it sees
 raw pixels.
 
+**Bad images.** A data: address without base64 is answered with status 501, a local file and an image of over 179 megapixels
+with 500, after which the server closes a connection that a proxy may share among clients: 400 here.
+
 **Medusa heads** in vLLM 0.32: the table of their tokens becomes a parameter that the check of loaded weights does not expect,
 "weights were not initialized from checkpoint: {'token_map'}". 0.33 has no such module: this can go with support for 0.32.
 """
@@ -33,6 +36,7 @@ def register() -> None:
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
     when_imported(f"{MODELS}.exaone4_5", _normalize_images, "EXAONE 4.5's images")
+    when_imported("vllm.multimodal.media.connector", _blame_clients, "bad images of requests")
     when_imported(f"{MODELS}.medusa", _count_table)
 
 
@@ -93,6 +97,26 @@ def _flatten_videos(module: Any) -> None:
     # `(1, n, d)` in its list. Goes when it returns rows `[n, d]`.
     process = model._process_video_pixels
     model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
+
+
+def _blame_clients(module: Any) -> None:
+    """Raise vLLM's error for bad requests where it cannot load an image."""
+    from PIL import Image
+    from vllm.exceptions import VLLMValidationError
+
+    def blaming(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*arguments: Any) -> Any:
+            try:
+                return load(*arguments)
+            except (RuntimeError, Image.DecompressionBombError) as error:  # NotImplementedError, too
+                raise VLLMValidationError(str(error)) from error
+
+        return loaded
+
+    # vllm/multimodal/media/connector.py::MediaConnector raises these for addresses, and does not catch Pillow's.
+    module.MediaConnector._load_data_url = blaming(module.MediaConnector._load_data_url)
+    module.MediaConnector._load_file_url = blaming(module.MediaConnector._load_file_url)
+    module.ImageMediaIO.load_bytes = blaming(module.ImageMediaIO.load_bytes)
 
 
 def _normalize_images(module: Any) -> None:
