@@ -54,8 +54,8 @@ class Engine:
         folder, settings = Path(job["model"]), job["settings"]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         reducers = runpy.run_path(str(Path(__file__).with_name("mlx_reducers.py")))
-        if reason := reducers["refusal"](config):
-            raise ValueError(reason)
+        if problem := reducers["problem"](config):
+            raise ValueError(problem)
         try:
             self.model, self.processor = mlx_vlm.load(str(folder))
         except Exception as error:
