@@ -16,8 +16,8 @@ from tests.kit.tiny import build
 from vlmcompress import cli, models
 from vlmcompress.export import adapter
 from vlmcompress.models import Source
-from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe import resolve
+from vlmcompress.utils import identity, model_folder
 
 LAYERS = ["q_proj", "v_proj", "down_proj", "qkv", "fc1"]  # of the decoder and of both kinds of tower
 KINDS = {
@@ -240,9 +240,9 @@ def test_the_adapters_tokenizer_and_template_are_taken(bases, tmp_path, capsys):
     vlm = models.load(out)
     assert vlm.processor.chat_template == template and (out / "chat_template.jinja").read_text() == template
     assert (out / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
-    identity = adapters.adapter_sha256(folder)
+    content = identity.content_hash(model_folder.adapter_files(folder))
     inputs = resolve({"model": str(folder), "scheme": "none"}).recipe.inputs_folder
     assert models.load_processor(inputs).chat_template == template
     assert resolve({"model": str(base), "scheme": "none"}).recipe.inputs_folder == base
     (folder / "chat_template.jinja").write_text(template)
-    assert adapters.adapter_sha256(folder) != identity
+    assert identity.content_hash(model_folder.adapter_files(folder)) != content

@@ -68,20 +68,6 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
     return "\n".join([*lines, "\nOf the model nothing was read but headers, and nothing written."])
 
 
-def allocation_text(allocation: Mapping[str, Any]) -> str:
-    """The bit width of each group, and the predicted error of this allocation and of one width for all."""
-    names = list(dict.fromkeys(entry["group"] for entry in allocation["groups"]))
-    widths = {(entry["block"], entry["group"]): entry["width"] for entry in allocation["groups"]}
-    blocks = sorted({block for block, _ in widths})
-    rows = [("block", *names)] + [(block, *(widths.get((block, name), "") for name in names)) for block in blocks]
-    errors = [("", "bits per weight", f"predicted, {allocation['unit']}")]
-    errors += [
-        (f"all {name}", entry["bits"], f"{entry['predicted']:.4g}") for name, entry in allocation["uniform"].items()
-    ]
-    errors.append((f"by {allocation['by']}", allocation["bits"], f"{allocation['predicted']:.4g}"))
-    return f"\nWidths\n{table(rows)}\n\n{table(errors)}"
-
-
 def devices_text(choices: Sequence[int]) -> str:
     """The numbers of devices that vLLM can split a checkpoint over, as text."""
     return f"{' or '.join(map(str, choices))} can share it in vLLM (check --tp N says why not N)"

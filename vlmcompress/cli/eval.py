@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.baseline is None and not args.reduce:
         raise UserError("vlmcompress eval: missing --baseline; name the original, or attach a reducer with --reduce")
     gate = gates.choose_gate(args.gate, args.max_drop)
-    # What is wrong in flags and files is told before anything slow is imported.
+    # Wrong flags and files end the run before anything slow is imported.
     from vlmcompress import engines
     from vlmcompress.evaluation.accuracy import free_answers, thoughts
     from vlmcompress.models.data import sources

@@ -29,11 +29,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def adapter_sha256(folder: Path | None) -> str | None:
-    """SHA-256 of the files of an adapter; None for None."""
-    return None if folder is None else identity.content_hash(model_folder.adapter_files(folder))
-
-
 def replaced(model: Path, adapter: Path | None) -> list[str]:
     """Those of tokenizer, processor and chat template that the adapter replaces."""
     if adapter is None:

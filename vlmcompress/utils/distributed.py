@@ -142,11 +142,6 @@ def shared_errors() -> Iterator[None]:
     raise_any(problem)
 
 
-def barrier() -> None:
-    """Wait until all workers have reached this call."""
-    raise_any(None)
-
-
 def _started() -> int:
     """How many workers were started."""
     return _number("WORLD_SIZE", 1)

@@ -116,10 +116,5 @@ def model_hash(folder: Path) -> str:
     return content_hash(model_files(folder))
 
 
-def weights_hash(folder: Path) -> str:
-    """`content_hash` of a model's weight files."""
-    return content_hash(_weights(folder))
-
-
 def _weights(folder: Path) -> list[Path]:
     return [path for path in weight_files(folder) if path.is_file()]

@@ -59,11 +59,6 @@ def margin(share: float) -> str:
     return "1 point" if (text := f"{100 * share:.4g}") == "1" else f"{text} points"
 
 
-def brief(value: float) -> str:
-    """A number in its shortest form: `0.5`, `1e-5`, `1,000`."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:g}".replace("e-0", "e-")
-
-
 def interval(c: Comparison) -> str:
     """A confidence interval: `95% interval -0.9 to +0.3`."""
     return f"{c.level:.0%} interval {points(c.low)} to {points(c.high)}"

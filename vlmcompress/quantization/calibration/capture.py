@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,25 +162,24 @@ class _Capture:
         with recorder:
             for number, batch in enumerate(self.batches):
                 recorder.begin(number, batch)
-                with suppress(StopForward):
-                    hidden = batch.run_block(forward, layer, self.device)
-                    if advance:
-                        batch.set_hidden(hidden)
-                self.done += 1
-                self.progress("calibrating", self.done, self.total)
+                self._run_batch(batch, forward, layer, advance)
             recorder.fill()
             for number, batch in enumerate(self.held_out):
                 recorder.begin_held_out(number)
-                with suppress(StopForward):
-                    hidden = batch.run_block(forward, layer, self.device)
-                    if advance:
-                        batch.set_hidden(hidden)
-                self.done += 1
-                self.progress("calibrating", self.done, self.total)
+                self._run_batch(batch, forward, layer, advance)
         del forward  # float32 copies of the block's weights
         captured = recorder.finish(lambda: self._faulty_sample(layer, block))
         trim()
         return captured
+
+    def _run_batch(self, batch: Batch, forward: Callable[..., Any], layer: int, advance: bool) -> None:
+        """Run a block on a batch until the recorder has its inputs; `advance`: to its end, for the next block's inputs."""
+        with suppress(StopForward):
+            hidden = batch.run_block(forward, layer, self.device)
+            if advance:
+                batch.set_hidden(hidden)
+        self.done += 1
+        self.progress("calibrating", self.done, self.total)
 
     def _faulty_sample(self, layer: int, block: nn.Module) -> int | None:
         """The first sample whose hidden states before or after a block hold NaN or Inf."""

@@ -224,7 +224,7 @@ def _best_ratio(
 
 
 class Awq(Quantizer[Options]):
-    """The scheme `awq`; how it works is told above."""
+    """The scheme `awq`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
 

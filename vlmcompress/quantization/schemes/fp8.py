@@ -24,7 +24,7 @@ class Options(QuantizerOptions):
 
 
 class Fp8(Quantizer[Options]):
-    """The scheme `fp8`; how it works is told above."""
+    """The scheme `fp8`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"FP8_DYNAMIC": {}}

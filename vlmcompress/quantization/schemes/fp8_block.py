@@ -26,7 +26,7 @@ class Options(QuantizerOptions):
 
 
 class Fp8Block(Quantizer[Options]):
-    """The scheme `fp8-block`; how it works is told above."""
+    """The scheme `fp8-block`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"FP8_BLOCK": {}}

@@ -48,7 +48,7 @@ class Options(QuantizerOptions):
 
 
 class Fp8Static(Quantizer[Options]):
-    """The scheme `fp8-static`; how it works is told above."""
+    """The scheme `fp8-static`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"FP8": {"weights": "tensor"}}

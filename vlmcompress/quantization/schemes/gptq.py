@@ -205,7 +205,7 @@ def ranges(
 
 
 class Gptq(Quantizer[Options]):
-    """The scheme `gptq`; how it works is told above."""
+    """The scheme `gptq`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PREPARED_BY: ClassVar[tuple[str, ...]] = ("damp", "actorder", "balance")

@@ -35,7 +35,7 @@ class Options(gptq.Options):
 
 
 class GptqPlus(gptq.Gptq):
-    """The scheme `gptq-plus`; how it works is told above."""
+    """The scheme `gptq-plus`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     ALIASES: ClassVar[tuple[str, ...]] = ("int4",)

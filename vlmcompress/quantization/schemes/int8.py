@@ -48,7 +48,7 @@ class Options(QuantizerOptions):
 
 
 class Int8(Quantizer[Options]):
-    """The scheme `int8`; how it works is told above."""
+    """The scheme `int8`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W8A8": {}, "INT8": {}}

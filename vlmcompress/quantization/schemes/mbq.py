@@ -97,7 +97,7 @@ def loss(sums: Mapping[str, float], counts: Mapping[str, int], rho: float) -> fl
 
 
 class Mbq(Quantizer[Options]):
-    """The scheme `mbq`; how it works is told above."""
+    """The scheme `mbq`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
 

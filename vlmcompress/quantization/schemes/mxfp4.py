@@ -37,7 +37,7 @@ class Options(_rounded.WithSteps):
 
 
 class MxFp4(_rounded.Rounded[Options]):
-    """The scheme `mxfp4`; how it works is told above."""
+    """The scheme `mxfp4`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"MXFP4": {"activations": 4}, "MXFP4A16": {"activations": 16}}

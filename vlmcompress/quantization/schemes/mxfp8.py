@@ -26,7 +26,7 @@ class Options(_rounded.Options):
 
 
 class MxFp8(_rounded.Rounded[Options]):
-    """The scheme `mxfp8`; how it works is told above."""
+    """The scheme `mxfp8`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"MXFP8": {}}

@@ -17,7 +17,7 @@ class Options(QuantizerOptions):
 
 
 class Unquantized(Quantizer[Options]):
-    """The scheme `none`; how it works is told above."""
+    """The scheme `none`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"UNQUANTIZED": {}}

@@ -65,7 +65,7 @@ class Options(_rounded.Options):
 
 
 class NvFp4(_rounded.Rounded[Options]):
-    """The scheme `nvfp4`; how it works is told above."""
+    """The scheme `nvfp4`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -112,7 +112,7 @@ def partition(entropies: Sequence[float], depth: int) -> list[list[int]]:
 
 
 class Qvlm(Quantizer[Options]):
-    """The scheme `qvlm`; how it works is told above."""
+    """The scheme `qvlm`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
 

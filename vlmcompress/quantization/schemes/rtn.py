@@ -28,7 +28,7 @@ class Options(QuantizerOptions):
 
 
 class Rtn(Quantizer[Options]):
-    """The scheme `rtn`; how it works is told above."""
+    """The scheme `rtn`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
 

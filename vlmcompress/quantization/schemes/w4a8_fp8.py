@@ -32,7 +32,7 @@ class Options(_rounded.WithSteps):
 
 
 class W4A8Fp8(_rounded.Rounded[Options]):
-    """The scheme `w4a8-fp8`; how it works is told above."""
+    """The scheme `w4a8-fp8`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W4AFP8": {}}

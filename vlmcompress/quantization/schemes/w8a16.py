@@ -28,7 +28,7 @@ class Options(QuantizerOptions):
 
 
 class W8A16(Quantizer[Options]):
-    """The scheme `w8a16`; how it works is told above."""
+    """The scheme `w8a16`; its method is the module's text."""
 
     OPTIONS: ClassVar[type[QuantizerOptions]] = Options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"W8A16": {"group_size": 128}}
