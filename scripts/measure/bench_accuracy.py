@@ -9,13 +9,15 @@
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
 
-A recipe that a model does not support is left out. `boxes` writes eval/boxes.json, and so on. The last stdout line is one JSON
-object.
+A recipe that a model does not support is left out. A recipe of `Bench.repeated` is calibrated three times, with images drawn by
+three seeds: a question's score is the mean of the three. `boxes` writes eval/boxes.json, and so on, and what was measured of
+each question into eval/rows/boxes.npz, which `recount.py` reads. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -26,6 +28,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -33,8 +38,13 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 from vlmcompress.evaluation.accuracy.grounding import overlap
 from vlmcompress.evaluation.accuracy.scoring import normalise
 
+if TYPE_CHECKING:
+    from vlmcompress.evaluation.results import Results
+
 ROOT = Path(__file__).resolve().parents[2]
 SKILLS = ("qwen", "llava")
+SEEDS = 3  # calibrations of a repeated recipe
+Arrays = dict[str, np.ndarray]  # "model|name" or "model|recipe|seed|name" -> a value a question
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Bench:
         scores: name in the results -> family and further score of its answers, given the expected ones.
         columns: column of the table -> keys of its comparison in a result.
         served: recipes of a suite that are asked in vLLM, next to a baseline there.
+        repeated: recipes that are calibrated with several seeds.
     """
 
     suite: str | None
@@ -58,22 +69,43 @@ class Bench:
     scores: dict[str, tuple[str, Callable[[str, str], float | None]]] = field(default_factory=dict)
     columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
     served: frozenset[str] = frozenset()
+    repeated: frozenset[str] = frozenset()
+
+    @property
+    def rows(self) -> Path:
+        """The file with what was measured of each question."""
+        return ROOT / "eval" / "rows" / f"{self.file.stem}.npz"
 
 
+PLUS = {"scheme": "gptq-plus"}
+HALVED = {"coverage 1/2, merged": "coverage:1/2,merge=nearest", "pool 1x2": "pool:window=1x2"}
 WORLD: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
+    "fp8-static": {"scheme": "fp8-static"},
     "int8": {"scheme": "int8"},
+    "int8, tower too": {"scheme": "int8", "vision": "int8"},
+    "w8a16": {"scheme": "w8a16"},
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},
     "awq g128": {"scheme": "awq"},
-    "awq g32": {"scheme": "awq", "options": {"group_size": 32}},
-    "divprune 1/2": {"scheme": "none", "reduce": "divprune:1/2"},
-    "awq g128, divprune 1/2": {"scheme": "awq", "reduce": "divprune:1/2"},
-    "int8, divprune 1/2": {"scheme": "int8", "reduce": "divprune:1/2"},
+    "gptq-plus g128": PLUS,
+    "gptq-plus g128, symmetric": PLUS | {"options": {"symmetric": True}},
+    "gptq-plus g32": PLUS | {"options": {"group_size": 32}},
+    **{
+        name: {"scheme": "none", "reduce": reduce}
+        for name, reduce in (
+            *((f"{method} 1/2", f"{method}:1/2") for method in ("random", "uniform", "divprune")),
+            *HALVED.items(),
+        )
+    },
+    **{
+        f"{name}, {reducer}": recipe | {"reduce": reduce}
+        for name, recipe in (("fp8", {"scheme": "fp8"}), ("int8", {"scheme": "int8"}), ("gptq-plus g128", PLUS))
+        for reducer, reduce in HALVED.items()
+    },
 }
-SKILLED: dict[str, dict] = {name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128")} | {
-    "int8, tower too": {"scheme": "int8", "vision": "int8"},
-    "gptq-plus g128": {"scheme": "gptq-plus"},
+SKILLED: dict[str, dict] = {
+    **{name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128", "int8, tower too", "gptq-plus g128")},
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
     "gptq-plus g32, 3 bits": {"scheme": "gptq-plus", "options": {"bits": 3, "group_size": 32}},
     **{
@@ -109,7 +141,11 @@ def _skilled(skill: str) -> tuple[Path, dict[str, Path], dict[str, dict]]:
 
 BENCHES = {
     "world": Bench(
-        None, ROOT / "eval/accuracy.json", {name: ROOT / f"eval/demo/demo-{name}" for name in SKILLS}, WORLD
+        None,
+        ROOT / "eval/accuracy.json",
+        {name: ROOT / f"eval/demo/demo-{name}" for name in SKILLS},
+        WORLD,
+        repeated=frozenset({"int8", "gptq g128", "gptq-plus g128", *(f"gptq-plus g128, {name}" for name in HALVED)}),
     ),
     "boxes": Bench(
         "grounding",
@@ -133,27 +169,30 @@ BENCHES = {
 }
 
 
-def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> list[dict]:
-    """Compress the model by the named recipes and ask all checkpoints of one engine the same questions."""
+def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> None:
+    """Compress the model by the named recipes, ask all checkpoints of one engine the same questions, and keep the results."""
     from vlmcompress import engines
     from vlmcompress.engines import EngineSettings
     from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS, EvalOptions, evaluate_all
-    from vlmcompress.evaluation.accuracy.compare import compare, pairs
     from vlmcompress.models.data import bundled_data
     from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
     from vlmcompress.utils.errors import UserError
 
-    source, outs = bench.models[model], {}
+    source = bench.models[model]
+    outs: list[tuple[str, Path, float]] = []  # recipe, checkpoint, how many times smaller its weights are
     for index, name in enumerate(names):
-        out = folder / f"{model}-{index}"
-        try:
-            recipe = resolve({"model": str(source), "out": str(out), **bench.recipes[name]}).recipe
-            outs[name] = out, quantize(recipe).manifest
-        except UserError as error:
-            print(f"{model} {name}: {error}", file=sys.stderr)
+        for seed in range(SEEDS if name in bench.repeated else 1):
+            out = folder / f"{model}-{index}-{seed}"
+            try:
+                recipe = resolve({"model": str(source), "out": str(out), "seed": seed, **bench.recipes[name]}).recipe
+                size = quantize(recipe).manifest["size"]
+            except UserError as error:
+                print(f"{model} {name}: {error}", file=sys.stderr)
+                break
+            outs.append((name, out, size["weights_before"] / size["weights_after"]))
     in_vllm = not bench.suite or bench.served.issuperset(names)
-    rows, engine = [], engines.get_engine("vllm" if in_vllm else "hf")
+    engine = engines.get_engine("vllm" if in_vllm else "hf")
     options = EvalOptions(
         engine,
         engine,
@@ -161,23 +200,92 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=0 if in_vllm else 32),
     )
     data = bundled_data(source, "test") if bench.suite else None
-    evaluated = evaluate_all([out for out, _ in outs.values()], source, [bench.suite], data, options)
-    for (name, (_, manifest)), results in zip(outs.items(), evaluated, strict=True):
-        size, suite = manifest["size"], results.suites[0].model_dump(mode="json")
-        rows.append({"model": model, "recipe": name, "ratio": size["weights_before"] / size["weights_after"]})
-        rows[-1] |= {key: suite[key] for key in ("overall", "families", "agreement", "divergence")}
-        for key, (family, score) in bench.scores.items():
-            samples = [sample for sample in results.samples if sample.family == family]
-            sides = [
-                [score(getattr(s, side), s.expected) or 0.0 for s in samples] for side in ("baseline", "candidate")
-            ]
-            rows[-1][key] = compare(*sides, pairs(samples)[2]).model_dump(mode="json")
+    evaluated = evaluate_all([out for _, out, _ in outs], source, [bench.suite], data, options)
+    for name, pairs in itertools.groupby(zip(outs, evaluated, strict=True), key=lambda pair: pair[0][0]):
+        by_seed = list(pairs)
+        arrays: Arrays = {}
+        for seed, (_, results) in enumerate(by_seed):
+            arrays |= questions(bench, results, f"{model}|", f"{model}|{name}|{seed}|")
+        suite = by_seed[0][1].suites[0].model_dump(mode="json")
+        row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
-            rows[-1]["visual_tokens"] = suite["visual_tokens"] or in_clips(source, suite)
+            row["visual_tokens"] = suite["visual_tokens"] or in_clips(source, suite)
         if bench.served:
-            rows[-1]["engine"] = engine.title
-        print(model, name, results.suites[0].overall, file=sys.stderr, flush=True)
-    return rows
+            row["engine"] = engine.title
+        margins = {"overall": suite["overall"]["margin"]}
+        margins |= {family: compared["margin"] for family, compared in suite["families"].items()}
+        row |= figures(bench, arrays, model, name, margins)
+        keep(bench, row, arrays)
+        print(model, name, row["overall"], file=sys.stderr, flush=True)
+
+
+def questions(bench: Bench, results: Results, of_model: str, of_candidate: str) -> Arrays:
+    """What was measured of each question, `[questions]`: numbers of images, families, scores of both sides, KL of the first
+    token; further scores are NaN for questions of other families."""
+    from vlmcompress.evaluation.accuracy.compare import pairs
+
+    samples = results.samples
+    numbers: dict[Any, int] = {}
+    baseline, candidate, images = pairs(samples)
+    arrays = {
+        f"{of_model}image": np.array([numbers.setdefault(image, len(numbers)) for image in images or ()], np.int16),
+        f"{of_model}family": np.array([sample.family for sample in samples]),
+        f"{of_candidate}baseline": np.array(baseline, np.float32),
+        f"{of_candidate}score": np.array(candidate, np.float32),
+        f"{of_candidate}kl": np.array([math.nan if s.kl is None else s.kl for s in samples], np.float32),
+    }
+    for key, (family, score) in bench.scores.items():
+        for side, name in (("baseline", f"baseline {key}"), ("candidate", key)):
+            values = [(score(getattr(s, side), s.expected) or 0.0) if s.family == family else math.nan for s in samples]
+            arrays[of_candidate + name] = np.array(values, np.float32)
+    return arrays
+
+
+def figures(bench: Bench, arrays: Arrays, model: str, recipe: str, margins: dict[str, float]) -> dict[str, Any]:
+    """The comparisons of a row: of all questions, of families and by further scores, each question's score being its mean over
+    seeds; `by_seed`: the differences of single calibrations."""
+    from vlmcompress.evaluation.accuracy import compare
+
+    def side(name: str) -> np.ndarray:
+        return np.stack(
+            [arrays[key] for key in arrays if key.startswith(f"{model}|{recipe}|") and key.split("|")[3] == name]
+        )
+
+    image, family = arrays[f"{model}|image"], arrays[f"{model}|family"]
+    before, after = side("baseline").mean(0), side("score").mean(0)
+    of_families = {
+        name: (before[family == name].tolist(), after[family == name].tolist(), image[family == name].tolist())
+        for name in sorted(set(family.tolist()))
+    }
+    overall = compare.compare(before.tolist(), after.tolist(), image.tolist(), margin=margins["overall"])
+    row: dict[str, Any] = {"overall": overall.model_dump(mode="json")}
+    row["by_seed"] = (side("score") - side("baseline")).mean(1).tolist()
+    row["kl"] = float(np.nanmean(side("kl")))
+    compared = compare.families(of_families, margin=margins)
+    row["families"] = {name: comparison.model_dump(mode="json") for name, comparison in compared.items()}
+    for key in bench.scores:
+        asked = ~np.isnan(side(key)[0])
+        sides = (side(name).mean(0)[asked].tolist() for name in (f"baseline {key}", key))
+        row[key] = compare.compare(*sides, image[asked].tolist()).model_dump(mode="json")
+    return row
+
+
+def keep(bench: Bench, row: dict[str, Any], arrays: Arrays) -> None:
+    """Put a row into the bench's two files, in place of an earlier one of the same model and recipe."""
+    key = row["model"], row["recipe"]
+    rows = [old for old in stored(bench) if (old["model"], old["recipe"]) != key] + [row]
+    rows.sort(key=lambda row: (list(bench.models).index(row["model"]), list(bench.recipes).index(row["recipe"])))
+    bench.rows.parent.mkdir(exist_ok=True)
+    with np.load(bench.rows) if bench.rows.exists() else contextlib.nullcontext({}) as file:
+        kept = {name: file[name] for name in file if not name.startswith(f"{key[0]}|{key[1]}|")}
+    np.savez_compressed(bench.rows, **kept | arrays)
+    bench.file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
+def stored(bench: Bench) -> list[dict[str, Any]]:
+    """The rows that were measured, of recipes that there still are."""
+    rows = json.loads(bench.file.read_text()) if bench.file.exists() else []
+    return [row for row in rows if row["recipe"] in bench.recipes]
 
 
 def in_clips(source: Path, suite: dict) -> list[int]:
@@ -199,11 +307,12 @@ def render(bench: Bench, rows: list[dict]) -> str:
     columns = ["tokens", *bench.columns] if bench.suite else [*bench.columns, "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
-    for engine in sorted({row.get("engine", "") for row in rows if bench.suite}):
+    for engine in sorted({row.get("engine", "") for row in rows}):
         first = [
             next(row for row in rows if (row["model"], row.get("engine", "")) == (model, engine)) for model in names
         ]
-        parts = [["", "", *(f"{compared['baseline']:.1%}" for compared in compared_in(bench, row))] for row in first]
+        shares = [[f"{compared['baseline']:.1%}" for compared in compared_in(bench, row)] for row in first]
+        parts = [["", "", *cells] if bench.suite else ["", *cells, ""] for cells in shares]
         lines.append(f"| none, 16 bits{engine and f', in {engine}'} | {' | '.join(itertools.chain(*parts))} |")
     for recipe in bench.recipes:
         parts = []
@@ -217,7 +326,7 @@ def render(bench: Bench, rows: list[dict]) -> str:
                 parts.append(f"{after / before:.0%}")
             parts += map(points, compared_in(bench, row))
             if not bench.suite:
-                parts.append(f"{row['divergence']['mean']:.4f}")
+                parts.append(f"{row['kl']:.4f}")
         if any(parts):
             lines.append(f"| {recipe} | {' | '.join(parts)} |")
     return "\n".join(lines)
@@ -249,16 +358,10 @@ def main() -> None:
     if not args.render:
         names = args.recipes or list(bench.recipes)
         parts = [[name for name in names if (name in bench.served) == served] for served in (False, True)]
-        rows = []
         for model, part in itertools.product(args.models, filter(None, parts)):
             with tempfile.TemporaryDirectory() as folder:
-                rows += measure(bench, model, part, args.limit, Path(folder))
-        if bench.file.exists():
-            new = {(row["model"], row["recipe"]) for row in rows}
-            rows += [row for row in json.loads(bench.file.read_text()) if (row["model"], row["recipe"]) not in new]
-        rows.sort(key=lambda row: (list(bench.models).index(row["model"]), row["recipe"]))
-        bench.file.write_text(json.dumps(rows, indent=1) + "\n")
-    rows = json.loads(bench.file.read_text())
+                measure(bench, model, part, args.limit, Path(folder))
+    rows = stored(bench)
     print(render(bench, rows))
     print(json.dumps({f"{row['model']} {row['recipe']}": row["overall"]["difference"] for row in rows}))
 
