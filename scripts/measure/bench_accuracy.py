@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -81,10 +82,8 @@ PLUS = {"scheme": "gptq-plus"}
 HALVED = {"coverage 1/2, merged": "coverage:1/2,merge=nearest", "pool 1x2": "pool:window=1x2"}
 WORLD: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
-    "fp8-static": {"scheme": "fp8-static"},
     "int8": {"scheme": "int8"},
     "int8, tower too": {"scheme": "int8", "vision": "int8"},
-    "w8a16": {"scheme": "w8a16"},
     "rtn g128": {"scheme": "rtn"},
     "gptq g128": {"scheme": "gptq"},
     "awq g128": {"scheme": "awq"},
@@ -94,15 +93,12 @@ WORLD: dict[str, dict] = {
     **{
         name: {"scheme": "none", "reduce": reduce}
         for name, reduce in (
-            *((f"{method} 1/2", f"{method}:1/2") for method in ("random", "uniform", "divprune")),
+            *((f"{method} 1/2", f"{method}:1/2") for method in ("random", "divprune")),
             *HALVED.items(),
         )
     },
-    **{
-        f"{name}, {reducer}": recipe | {"reduce": reduce}
-        for name, recipe in (("fp8", {"scheme": "fp8"}), ("int8", {"scheme": "int8"}), ("gptq-plus g128", PLUS))
-        for reducer, reduce in HALVED.items()
-    },
+    "fp8, coverage 1/2, merged": {"scheme": "fp8", "reduce": HALVED["coverage 1/2, merged"]},
+    **{f"gptq-plus g128, {name}": PLUS | {"reduce": reduce} for name, reduce in HALVED.items()},
 }
 SKILLED: dict[str, dict] = {
     **{name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128", "int8, tower too", "gptq-plus g128")},
@@ -145,7 +141,7 @@ BENCHES = {
         ROOT / "eval/accuracy.json",
         {name: ROOT / f"eval/demo/demo-{name}" for name in SKILLS},
         WORLD,
-        repeated=frozenset({"int8", "gptq g128", "gptq-plus g128", *(f"gptq-plus g128, {name}" for name in HALVED)}),
+        repeated=frozenset({"gptq-plus g128", "gptq-plus g128, coverage 1/2, merged"}),
     ),
     "boxes": Bench(
         "grounding",
@@ -181,12 +177,13 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
 
     source = bench.models[model]
     outs: list[tuple[str, Path, float]] = []  # recipe, checkpoint, how many times smaller its weights are
-    for index, name in enumerate(names):
+    for name in names:
         for seed in range(SEEDS if name in bench.repeated else 1):
-            out = folder / f"{model}-{index}-{seed}"
+            out = folder / re.sub(r"\W+", "-", f"{model} {name} {seed}")
             try:
                 recipe = resolve({"model": str(source), "out": str(out), "seed": seed, **bench.recipes[name]}).recipe
-                size = quantize(recipe).manifest["size"]
+                manifest = out / "vlmcompress.json"
+                size = (json.loads(manifest.read_text()) if manifest.exists() else quantize(recipe).manifest)["size"]
             except UserError as error:
                 print(f"{model} {name}: {error}", file=sys.stderr)
                 break
@@ -350,6 +347,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions per model; default all of the test split")
     parser.add_argument("--models", nargs="+", choices=SKILLS, default=SKILLS, help="keep the others' rows")
     parser.add_argument("--recipes", nargs="+", help="the same of recipes; default: all")
+    parser.add_argument("--work", type=Path, help="keep checkpoints here, and use those that an earlier call left")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
     bench = BENCHES[args.bench]
@@ -359,7 +357,7 @@ def main() -> None:
         names = args.recipes or list(bench.recipes)
         parts = [[name for name in names if (name in bench.served) == served] for served in (False, True)]
         for model, part in itertools.product(args.models, filter(None, parts)):
-            with tempfile.TemporaryDirectory() as folder:
+            with contextlib.nullcontext(args.work) if args.work else tempfile.TemporaryDirectory() as folder:
                 measure(bench, model, part, args.limit, Path(folder))
     rows = stored(bench)
     print(render(bench, rows))

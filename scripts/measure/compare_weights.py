@@ -4,7 +4,8 @@
     scripts/measure/compare_weights.py eval/demo/demo-llava --methods rtn gptq --formats 'W3 g64 sym'    try it
     scripts/measure/compare_weights.py MODEL --seeds 3                    every method of `weight_methods.py`
     scripts/measure/compare_weights.py MODEL --table                      print the table of what was measured so far
-    scripts/measure/compare_weights.py MODEL --table --save               and put its rows into eval/weights.json
+    scripts/measure/compare_weights.py MODEL --table --save               and put its rows into eval/weights.json, and what was
+                                                                          measured of texts and questions into eval/rows
     scripts/measure/compare_weights.py --render                           print the docs' table from that file
 
 MODEL is a model's folder. Where its tokenizer knows English, `paragraphs` of `eval/english.py` are what calibration reads and
@@ -21,6 +22,7 @@ busy machine. The last line is one JSON object: the rows of the table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -32,6 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import paired
 import torch
 import weights_table
@@ -42,7 +45,8 @@ from weights_bench import Bench, chosen, quantized
 from vlmcompress.cli._process import quiet_libraries
 from vlmcompress.models.data import bundled_data
 
-RESULTS = Path(__file__).resolve().parents[2] / "eval" / "weights.json"
+EVAL = Path(__file__).resolve().parents[2] / "eval"
+RESULTS, ROWS = EVAL / "weights.json", EVAL / "rows" / "weights.npz"
 
 
 def row_key(args: argparse.Namespace, name: str, form: str, method: str, seed: int) -> str:
@@ -122,12 +126,17 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = weights_table.summarise(args.work, name, args.split, questions)
     if args.save:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(rows))) + "\n]\n")
+        replaced = tuple(f"{row['model']}|{row['split']}|{row['format']}|{row['method']}|" for row in rows)
+        with np.load(ROWS) if ROWS.exists() else contextlib.nullcontext({}) as file:
+            kept = {key: file[key] for key in file if not key.startswith(replaced)}
+        np.savez_compressed(ROWS, **kept | weights_table.raw(args.work, name, args.split, questions))
     return rows
 
 
 def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in place of those of the same model, split, format and method in eval/weights.json; the others stay as they are."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    kept = [row for row in kept if row["method"] in METHODS and row["format"] in FORMATS]
     by_name = {(row["model"], row["split"], row["format"], row["method"]): row for row in [*kept, *rows]}
     return [by_name[name] for name in sorted(by_name, key=weights_table.order)]
 

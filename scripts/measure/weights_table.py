@@ -1,9 +1,11 @@
 """Turn the rows of `compare_weights.py` into figures with intervals, ratios to the better stock method, and a table.
 
 A divergence is a mean over tokens, so it is a ratio of sums over texts (or questions). The ratio of two methods' divergences
-r = sum a / sum b is measured on the same texts: its variance is that of the residuals `a - r b`, added up over clusters (texts,
-or images with all their questions), over the squared sum of b; where there are several calibration seeds, that of the
-seeds' own ratios over their number is added. Intervals are of 95%: 1.96 standard errors to each side.
+r = sum a / sum b is measured on the same texts; its logarithm gets the interval, so that no limit is below zero. The variance
+of log r has two parts: that of the residuals `a / sum a - b / sum b`, added up over clusters (texts, or images with all their
+questions), and, where there are several calibrations, that of their own log ratios over their number. Intervals are of 95%: as
+many standard errors to each side as Student's t says, with the degrees of freedom of the sum by Satterthwaite (Biometrics
+Bulletin 2, 1946), as three calibrations tell little of their variance.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
-from paired import BEYOND, about, difference, numbered, rows
+from paired import about, difference, numbered, rows
+from scipy import stats
 from torch import Tensor
 from weight_methods import FORMATS, METHODS, STOCK
 
@@ -23,6 +27,7 @@ from vlmcompress.models.data import Sample
 
 Measures = Mapping[str, Tensor]
 Key = tuple[str, str]  # format, method
+SHOWN = ("text/nll", "text/tokens", "text/kl", "answers/path", "answers/exact")  # measures that the table is made of
 
 
 def means(measures: Measures) -> dict[str, float]:
@@ -42,13 +47,18 @@ def means(measures: Measures) -> dict[str, float]:
 
 def ratio(a: Tensor, b: Tensor, clusters: Tensor) -> dict[str, float]:
     """Compute the ratio of the sums of `a` and `b`, both `[seeds, texts]`, with `low` and `high`; `clusters [texts]` from 0."""
-    r = float(a.sum() / b.sum())
-    residual = (a - r * b).mean(0)
+    residual = (a / a.sum() - b / b.sum()).sum(0)
     sums = torch.zeros(int(clusters.max()) + 1, dtype=a.dtype).index_add_(0, clusters, residual)
-    variance = float(sums.square().sum() / b.mean(0).sum() ** 2)
+    parts = [(float(sums.square().sum()), len(sums) - 1)]  # variances with their degrees of freedom
     if len(a) > 1:
-        variance += float((a.sum(1) / b.sum(1)).var()) / len(a)
-    return {"ratio": r, "low": r - BEYOND * variance**0.5, "high": r + BEYOND * variance**0.5}
+        parts.append((float((a.sum(1) / b.sum(1)).log().var()) / len(a), len(a) - 1))
+    variance = sum(part for part, _ in parts)
+    half = 0.0
+    if variance:
+        freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
+        half = float(stats.t.ppf(0.975, freedom)) * variance**0.5
+    r = float(a.sum() / b.sum())
+    return {"ratio": r, "low": r * exp(-half), "high": r * exp(half)}
 
 
 def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -61,6 +71,18 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
     clusters = {"answers": numbered([about(sample) for sample in questions])} if questions else {}
     keys = sorted(grouped, key=lambda key: order((model, split, *key)))
     return [{"model": model, "split": split} | _figures(key, grouped[key], loaded, clusters) for key in keys]
+
+
+def raw(work: Path, model: str, split: str, questions: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """What the rows of a model and split were computed from: `model|split|format|method|seed|measure` -> a value a text or
+    question, and `model|split|image` -> numbers of the questions' images."""
+    arrays = {f"{model}|{split}|image": numbered([about(sample) for sample in questions]).numpy().astype(np.int16)}
+    for row in rows(work / "rows.jsonl"):
+        if row["model"] == model and row["split"] == split:
+            key = f"{model}|{split}|{row['format']}|{row['method']}|{row['seed']}"
+            measures: Measures = torch.load(work / "measures" / f"{row['key']}.pt", weights_only=True)
+            arrays |= {f"{key}|{name}": measures[name].float().numpy() for name in SHOWN if name in measures}
+    return arrays if questions else {key: values for key, values in arrays.items() if not key.endswith("|image")}
 
 
 def order(name: tuple[str, str, str, str]) -> tuple[str, bool, int, int]:
@@ -87,11 +109,12 @@ def _figures(
     for what, name in (("text", "kl"), ("answers", "path")):
         against = METHODS[method].than or _better_stock(form, f"{what}/{name}", loaded)
         if against in loaded and all(f"{what}/{name}" in measures for measures in loaded[key].values()):
-            a, b = _paired(loaded, (key, against), f"{what}/{name}")
+            seeds = _common_seeds(loaded, (key, against))
+            a, b = _paired(loaded, (key, against), f"{what}/{name}", seeds)
             own_clusters = clusters.get(what, torch.arange(a.shape[1]))
-            row[f"{what}_ratio"] = ratio(a, b, own_clusters) | {"to": " ".join(against)}
+            row[f"{what}_ratio"] = ratio(a, b, own_clusters) | {"to": "|".join(against), "seeds": seeds}
             if what == "answers":
-                exact, other = _paired(loaded, (key, against), "answers/exact")
+                exact, other = _paired(loaded, (key, against), "answers/exact", seeds)
                 row["exact_difference"] = difference(exact - other, own_clusters)
     return row
 
@@ -106,14 +129,19 @@ def _better_stock(form: str, name: str, loaded: Mapping[Key, Mapping[int, Measur
     return min(means, key=means.__getitem__) if means else None
 
 
-def _paired(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], name: str) -> list[Tensor]:
-    """Measures `[seeds, texts]` of two methods for the seeds that both have; one without data is the same for every seed."""
-    fixed = [METHODS[method].data_free for _, method in pair]
-    seeds = [loaded[key].keys() for key, same in zip(pair, fixed, strict=True) if not same] or [{0}]
-    common = sorted(set.intersection(*map(set, seeds)))
+def _common_seeds(loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key]) -> list[int]:
+    """The calibrations that both methods have; one without data is the same for every seed."""
+    seeds = [set(loaded[key]) for key in pair if not METHODS[key[1]].data_free] or [{0}]
+    return sorted(set.intersection(*seeds))
+
+
+def _paired(
+    loaded: Mapping[Key, Mapping[int, Measures]], pair: Sequence[Key], name: str, seeds: Sequence[int]
+) -> list[Tensor]:
+    """Measures `[seeds, texts]` of two methods."""
     return [
-        torch.stack([loaded[key][0 if same else seed][name] for seed in common]).double()
-        for key, same in zip(pair, fixed, strict=True)
+        torch.stack([loaded[key][0 if METHODS[key[1]].data_free else seed][name] for seed in seeds]).double()
+        for key in pair
     ]
 
 
