@@ -49,19 +49,23 @@ def test_texts_are_measured_by_the_models_logits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_ratio_counts_clusters_and_seeds() -> None:
-    """The textbook's ratio estimator; every text twice in a cluster tells no more than once; the same method is at 1."""
+    """The textbook's estimator of a ratio, by Student's t on a log scale; every text twice in a cluster tells no more than once;
+    the same method is at 1; of two calibrations alone, whose log ratios have one degree of freedom, 12.7 standard errors."""
     torch.manual_seed(0)
     b = torch.rand(1, 60, dtype=torch.float64) + 0.5
     a = b * (0.5 + 0.2 * torch.rand(1, 60, dtype=torch.float64))
     alone = weights_table.ratio(a, b, torch.arange(60))
     r = float(a.mean() / b.mean())
-    half = 1.96 * math.sqrt(float((a - r * b).square().mean()) / 60) / float(b.mean())
-    assert (alone["ratio"], alone["low"], alone["high"]) == pytest.approx((r, r - half, r + half))
+    half = 2.001 * math.sqrt(float((a - r * b).square().mean()) / 60) / float(a.mean())
+    assert [alone["low"], alone["ratio"], alone["high"]] == pytest.approx(
+        [r * math.exp(-half), r, r * math.exp(half)], rel=1e-5
+    )
     twice = weights_table.ratio(a.repeat(1, 2), b.repeat(1, 2), torch.arange(60).repeat(2))
     assert twice == pytest.approx(alone)
     assert weights_table.ratio(b, b, torch.arange(60)) == {"ratio": 1, "low": 1, "high": 1}
     seeds = weights_table.ratio(torch.cat([b, 3 * b]), torch.cat([b, b]), torch.arange(60))
-    assert seeds["ratio"] == pytest.approx(2) and seeds["high"] - 2 == pytest.approx(1.96)  # std of (1, 3) over sqrt(2)
+    assert seeds["ratio"] == pytest.approx(2)
+    assert math.log(seeds["high"] / 2) == pytest.approx(12.706 * math.log(3) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("method", [name for name, row in weight_methods.METHODS.items() if row.scheme])
