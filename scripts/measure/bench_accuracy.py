@@ -244,9 +244,8 @@ def figures(bench: Bench, arrays: Arrays, model: str, recipe: str, margins: dict
     from vlmcompress.evaluation.accuracy import compare
 
     def side(name: str) -> np.ndarray:
-        return np.stack(
-            [arrays[key] for key in arrays if key.startswith(f"{model}|{recipe}|") and key.split("|")[3] == name]
-        )
+        rows = [key for key in arrays if key.startswith(f"{model}|{recipe}|") and key.split("|")[3] == name]
+        return np.stack([arrays[key] for key in rows]).astype(np.float64)
 
     image, family = arrays[f"{model}|image"], arrays[f"{model}|family"]
     before, after = side("baseline").mean(0), side("score").mean(0)
