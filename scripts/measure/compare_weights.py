@@ -49,9 +49,9 @@ EVAL = Path(__file__).resolve().parents[2] / "eval"
 RESULTS, ROWS = EVAL / "weights.json", EVAL / "rows" / "weights.npz"
 
 
-def row_key(args: argparse.Namespace, name: str, form: str, method: str, seed: int) -> str:
+def row_key(args: argparse.Namespace, split: str, form: str, method: str, seed: int) -> str:
     """The key of a row, which is also the name of its file of measures."""
-    what = f"{args.split} {args.paragraphs} {args.questions} {name} {form} {method} {args.samples} {seed}"
+    what = f"{split} {args.paragraphs} {args.questions} {args.model.name} {form} {method} {args.samples} {seed}"
     return re.sub(r"[^\w.]+", "-", what)
 
 
@@ -59,27 +59,36 @@ def measure(args: argparse.Namespace) -> None:
     """Measure what WORK/rows.jsonl has no row of. Seeds are the outer loop: to stop early is to have fewer seeds."""
     args.work.mkdir(parents=True, exist_ok=True)
     path, began = args.work / "rows.jsonl", time.monotonic()
-    done, bench = {row["key"] for row in paired.rows(path)}, None
+    done, benches = {row["key"] for row in paired.rows(path)}, dict[str, Bench]()
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for form, method in chosen_methods(args.methods, args.formats):
-            name = args.model.name
-            key = row_key(args, name, form, method, seed)
-            if key in done or (METHODS[method].data_free and seed):
+            keys = {split: row_key(args, split, form, method, seed) for split in args.splits}
+            keys = {split: key for split, key in keys.items() if key not in done}
+            if not keys or (METHODS[method].data_free and seed):
                 continue
             if time.monotonic() - began > 60 * args.minutes:
                 return
-            bench = bench or Bench(args.model, args)
-            vlm, facts = quantized(bench, FORMATS[form], METHODS[method], seed)
-            keep(args, key, {"model": name, "format": form, "method": method, "seed": seed} | facts, bench.measure(vlm))
+            benches = benches or {split: Bench(args.model, split, args) for split in args.splits}
+            vlm, facts = quantized(benches[args.splits[0]], FORMATS[form], METHODS[method], seed)
+            for split, key in keys.items():
+                row = {
+                    "key": key,
+                    "split": split,
+                    "model": args.model.name,
+                    "format": form,
+                    "method": method,
+                    "seed": seed,
+                }
+                keep(args.work, row | facts, benches[split].measure(vlm))
 
 
-def keep(args: argparse.Namespace, key: str, row: dict[str, Any], measures: dict[str, torch.Tensor]) -> None:
+def keep(work: Path, row: dict[str, Any], measures: dict[str, torch.Tensor]) -> None:
     """Keep measures, then the row."""
-    folder = args.work / "measures"
+    folder = work / "measures"
     folder.mkdir(exist_ok=True)
-    torch.save(measures, folder / f"{key}.pt")
-    row = {"key": key, "split": args.split} | row | weights_table.means(measures)
-    with (args.work / "rows.jsonl").open("a") as file:
+    torch.save(measures, folder / f"{row['key']}.pt")
+    row |= weights_table.means(measures)
+    with (work / "rows.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps({name: value for name, value in row.items() if name not in ("key", "phases")}), flush=True)
 
@@ -88,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--work", type=Path, default=Path("out/weights"), help="where everything is kept")
-    parser.add_argument("--split", choices=("validation", "test"), default="validation")
+    parser.add_argument("--splits", nargs="+", choices=("validation", "test"), default=["validation"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument("--formats", nargs="+", default=["W4 g64", "W3 g64 sym"], metavar="NAME")
     parser.add_argument("--paragraphs", type=int, default=40, help="texts that are measured on")
@@ -121,15 +130,17 @@ def tabulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.model = args.model.resolve()
     if not args.table:
         measure(args)
-    name = args.model.name
-    questions = chosen(args.model, args.split, args.questions) if bundled_data(args.model, args.split) else []
-    rows = weights_table.summarise(args.work, name, args.split, questions)
+    name, rows, raw = args.model.name, list[dict[str, Any]](), dict[str, np.ndarray]()
+    for split in args.splits:
+        questions = chosen(args.model, split, args.questions) if bundled_data(args.model, split) else []
+        rows += weights_table.summarise(args.work, name, split, questions)
+        raw |= weights_table.raw(args.work, name, split, questions)
     if args.save:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, joined(rows))) + "\n]\n")
         replaced = tuple(f"{row['model']}|{row['split']}|{row['format']}|{row['method']}|" for row in rows)
         with np.load(ROWS) if ROWS.exists() else contextlib.nullcontext({}) as file:
             kept = {key: file[key] for key in file if not key.startswith(replaced)}
-        np.savez_compressed(ROWS, **kept | weights_table.raw(args.work, name, args.split, questions))
+        np.savez_compressed(ROWS, **kept | raw)
     return rows
 
 

@@ -32,12 +32,12 @@ from vlmcompress.recipe import resolve
 
 
 class Bench:
-    """A model under test: its folder, texts and questions, and what it says in 16 bits."""
+    """A model under test: its folder, a split's texts and questions, and what it says to them in 16 bits."""
 
-    def __init__(self, source: Path, args: argparse.Namespace):
-        self.args, self.folder, self.name, self.work = args, source, source.name, args.work
+    def __init__(self, source: Path, split: str, args: argparse.Namespace):
+        self.args, self.folder, self.name, self.work, self.split = args, source, source.name, args.work, split
         self.world = bundled_data(source, "calibration")
-        self.questions: list[Sample] = chosen(source, args.split, args.questions) if self.world else []
+        self.questions: list[Sample] = chosen(source, split, args.questions) if self.world else []
         self.plain = models.load(self.folder)
         self.english = text_probe.speaks(self.plain)
 
@@ -46,8 +46,8 @@ class Bench:
         """The model in 16 bits on English; None where it knows none."""
         if not self.english:
             return None
-        path = self.work / "reference" / f"{self.name}-{self.args.split}-{self.args.paragraphs}-texts.pt"
-        texts = english.paragraphs(self.args.split)[: self.args.paragraphs]
+        path = self.work / "reference" / f"{self.name}-{self.split}-{self.args.paragraphs}-texts.pt"
+        texts = english.paragraphs(self.split)[: self.args.paragraphs]
 
         def make() -> text_probe.Reference:
             vlm = models.load(self.folder)
@@ -60,7 +60,7 @@ class Bench:
         """The world's questions as inputs of the language model, and what it says to them in 16 bits."""
         if not self.questions:
             return None
-        path = self.work / "reference" / f"{self.name}-{self.args.split}-{self.args.questions}-questions.pt"
+        path = self.work / "reference" / f"{self.name}-{self.split}-{self.args.questions}-questions.pt"
 
         def make() -> tuple[list[teacher_forcing.Rows], tuple[torch.Tensor, ...]]:
             vlm = models.load(self.folder)

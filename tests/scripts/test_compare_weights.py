@@ -49,8 +49,8 @@ def test_texts_are_measured_by_the_models_logits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_ratio_counts_clusters_and_seeds() -> None:
-    """The textbook's estimator of a ratio, by Student's t on a log scale; every text twice in a cluster tells no more than once;
-    the same method is at 1; of two calibrations alone, whose log ratios have one degree of freedom, 12.7 standard errors."""
+    """The textbook's estimator of a ratio, by Student's t on a log scale; every text twice in a cluster tells no more than
+    once; the same method is at 1; of two calibrations alone, with one degree of freedom, 12.7 standard errors."""
     torch.manual_seed(0)
     b = torch.rand(1, 60, dtype=torch.float64) + 0.5
     a = b * (0.5 + 0.2 * torch.rand(1, 60, dtype=torch.float64))
@@ -85,7 +85,7 @@ def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("english", [False, True], ids=["images", "images and texts"])
 def test_both_sides_are_calibrated_on_the_same_tokens(tmp_path: Path, english: bool) -> None:
     """What llm-compressor gets, and what statistics were collected of: samples with the same keys, images in all."""
-    bench = Bench(DEMOS / "demo-llava", argparse.Namespace(work=tmp_path, samples=3, split="validation", questions=1))
+    bench = Bench(DEMOS / "demo-llava", "validation", argparse.Namespace(work=tmp_path, samples=3, questions=1))
     bench.english = english
     batches = bench.samples(seed=1)
     assert len({frozenset(batch) for batch in batches}) == 1 and "pixel_values" in batches[0]
@@ -102,7 +102,7 @@ def test_autoround_leaves_rounded_weights_that_run_as_they_are(monkeypatch: pyte
     import stock_methods
 
     monkeypatch.setitem(stock_methods.AUTOROUND, "autoround light", {"iters": 2})
-    bench = Bench(DEMOS / "demo-llava", argparse.Namespace(work=tmp_path, samples=2, split="validation", questions=1))
+    bench = Bench(DEMOS / "demo-llava", "validation", argparse.Namespace(work=tmp_path, samples=2, questions=1))
     vlm = models.load(bench.folder, dtype=torch.float32)
     decoder = vlm.model.model.language_model
     decoder.layers, decoder.config.num_hidden_layers = decoder.layers[:1], 1
