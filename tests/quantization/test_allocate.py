@@ -17,8 +17,8 @@ from vlmcompress import cli, models
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.export import manifest
 from vlmcompress.quantization import allocate
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.examine import examine
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks

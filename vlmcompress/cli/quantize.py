@@ -50,10 +50,9 @@ def run(args: argparse.Namespace) -> Outcome:
         folders.require_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
     _process.import_transformers()
     if count != 1:
-        from vlmcompress.quantization.plan import devices
-        from vlmcompress.quantization.plan.plan import make_plan
+        from vlmcompress.quantization.plan import make_plan
 
-        if problem := devices.devices_problem(make_plan(recipe), count):
+        if problem := make_plan(recipe).devices_problem(count):
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved)
@@ -71,8 +70,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _planned(resolved: Resolved) -> Outcome:
     """The outcome of `--dry-run`. `resolved`: the recipe; of its model only headers may have been fetched."""
+    from vlmcompress.quantization.plan import make_plan
     from vlmcompress.quantization.plan.calibration_data import preview_data
-    from vlmcompress.quantization.plan.plan import make_plan
 
     recipe = resolved.recipe
     plan = make_plan(recipe)

@@ -11,7 +11,6 @@ from vlmcompress.export import adapter, manifest
 from vlmcompress.models.data.provenance import no_image_note, skipped_notes
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.quantization.calibration.solve import BlockResult, warnings
-from vlmcompress.quantization.plan import devices
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
@@ -57,7 +56,7 @@ def run_manifest(
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
-        devices=devices.launch_device_counts(plan),
+        devices=plan.device_counts,
     )
 
 
