@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -84,7 +85,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     from vlmcompress.export.manifest import measured_text
 
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
-    recipe = manifest["recipe"]
+    recipe, allocation = manifest["recipe"], manifest.get("allocation")
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
     facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
     in_vllm = (
@@ -101,7 +102,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
         "devices": [] if other else manifest["devices"],
-        "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
+        "bits": allocation["bits"] if allocation else None,
+        "widths": Counter(group["width"] for group in allocation["groups"]) if allocation else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "measured_on": measured_text(manifest["calibration"]) if manifest["calibration"] else None,
         "kv_cache": kv_cache(manifest["kv_cache"]),
@@ -154,6 +156,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
+        widths = (f"{n} in {name}{' bits' * name.isdecimal()}" for name, n in sorted(done["widths"].items()))
+        lines.append(f"  widths    groups of layers: {', '.join(widths)}")
     for number, layer in enumerate(done["worst_layers"]):
         error = ", ".join(f"{error_kind(modality)} {percentage(value)}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")

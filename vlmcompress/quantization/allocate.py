@@ -167,7 +167,7 @@ def _block_errors(
         sums = errors.setdefault((layer, group.unit), {})
         for name, method in widths:
             if name in budget.sizes[layer, group.unit]:
-                error = scale * predictor.error(method.module, method.options, smooths=smooths)
+                error = scale * predictor.error(method.quantizer, method.options, smooths=smooths)
                 sums[name] = sums.get(name, 0.0) + error
     return errors
 

@@ -30,7 +30,7 @@ def run_manifest(
     origin: Mapping[str, Any] | None,
     recovery: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest of a run without sizes and hashes.
+    """The manifest of a run without the written size and hashes.
 
     Args:
         recipe: the plan's recipe with the learned numbers, as written to the checkpoint.
@@ -44,7 +44,7 @@ def run_manifest(
         unreduced.append(
             f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"
         )
-    return manifest.build(
+    record = manifest.build(
         recipe.model,
         family=plan.source.spec.family,
         recipe=recipe.plain(),
@@ -58,6 +58,7 @@ def run_manifest(
         recovery=recovery,
         devices=plan.device_counts,
     )
+    return record | {"size": {"weights_before": models.checkpoint_bytes(recipe.model)}}
 
 
 def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:

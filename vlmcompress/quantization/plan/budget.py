@@ -54,14 +54,14 @@ def _method(recipe: Recipe, width: int | str) -> QuantMethod:
             schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).OPTIONS().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
-            return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
+            return QuantMethod(recipe.quantizer, dataclasses.replace(options, bits=width))
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
-    module = SCHEMES.get("none" if width == "bf16" else width)
-    defaults = module.OPTIONS()
+    quantizer = SCHEMES.get("none" if width == "bf16" else width)
+    defaults = quantizer.OPTIONS()
     if defaults.balance is not None and options.balance is not None:
         defaults = dataclasses.replace(defaults, balance=options.balance)
-    return QuantMethod(module, defaults)
+    return QuantMethod(quantizer, defaults)
 
 
 def budget_of(

@@ -108,7 +108,7 @@ class Plan:
         others = {**self.assigned, **self.widths}
         if self.head:
             others[self.head.layer, self.head.name] = _head_method(self.recipe, self.source)
-        return QuantMethod(self.recipe.method, self.recipe.options, others, self.recipe.exporter.SCALES)
+        return QuantMethod(self.recipe.quantizer, self.recipe.options, others, self.recipe.exporter.SCALES)
 
     @cached_property
     def assigned(self) -> dict[Key, QuantMethod]:
@@ -118,12 +118,12 @@ class Plan:
         methods: dict[str, QuantMethod] = {}
         for group in (group for block in self.source.blocks for group in block):
             name = group.name.rpartition(".")[2]
-            choice = self.recipe.method.other(name, group.layer, len(self.source.blocks), self.recipe.options)
+            choice = self.recipe.quantizer.other(name, group.layer, len(self.source.blocks), self.recipe.options)
             if choice is not None:
                 scheme, options = choice
                 if repr(choice) not in methods:
-                    module = SCHEMES.get(scheme)
-                    methods[repr(choice)] = QuantMethod(module, module.OPTIONS(**options))
+                    quantizer = SCHEMES.get(scheme)
+                    methods[repr(choice)] = QuantMethod(quantizer, quantizer.OPTIONS(**options))
                 assigned[group.layer, group.name] = methods[repr(choice)]
         return assigned
 
@@ -166,9 +166,9 @@ class Plan:
     @cached_property
     def vision_method(self) -> QuantMethod | None:
         """The method of the vision tower; None: it stays in 16 bits."""
-        module = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
+        quantizer = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
         grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
-        return QuantMethod(module, module.OPTIONS(**grouped)) if module else None
+        return QuantMethod(quantizer, quantizer.OPTIONS(**grouped)) if quantizer else None
 
     @cached_property
     def vision_candidates(self) -> list[Group]:
@@ -415,15 +415,15 @@ def _head_method(recipe: Recipe, source: Source) -> QuantMethod:
         options = {"group_size": recipe.group_size}
     if recipe.head == "w4a16":
         options = _four_bits(recipe, source)
-        calibrate, needs = recipe.calibrate, recipe.method.needs(recipe.options)
+        calibrate, needs = recipe.calibrate, recipe.quantizer.needs(recipe.options)
         if needs.statistics or calibrate.data or recipe.kv_cache or recipe.bits:
             # An engine computes logits only at a prompt's last token and at the answer's. Visual tokens are most of a prompt
             # and never precede a generated token.
             options["balance"] = {"text": 1.0, "vision": 0.0, "answer": 1.0}
         else:
             name = "rtn"
-    module = SCHEMES.get(name)
-    return QuantMethod(module, module.OPTIONS(**options), scale_dtype=recipe.exporter.SCALES)
+    quantizer = SCHEMES.get(name)
+    return QuantMethod(quantizer, quantizer.OPTIONS(**options), scale_dtype=recipe.exporter.SCALES)
 
 
 def _embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
