@@ -157,8 +157,8 @@ def count_visual_tokens(plan: BenchPlan, running: Server, outcomes: Sequence[Out
         texts = [[part for part in turn["content"] if part["type"] == "text"] for turn in messages]
         without = [turn | {"content": text} for turn, text in zip(messages, texts, strict=True)]
         bodies.append(client.encode_request(running.name, without, 1, llama_cpp=True))
-    asked, _ = client.send(running.url, bodies, Load("closed", MOST_SLOTS), timeout=TIMEOUT)
-    for outcome, text in zip(outcomes, asked, strict=True):
+    of_text, _ = client.send(running.url, bodies, Load("closed", MOST_SLOTS), timeout=TIMEOUT)
+    for outcome, text in zip(outcomes, of_text, strict=True):
         if outcome.prompt_tokens and text.prompt_tokens:
             outcome.visual_tokens = outcome.prompt_tokens - text.prompt_tokens
 
