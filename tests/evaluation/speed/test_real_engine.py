@@ -73,9 +73,9 @@ def test_caches_show_in_the_counters(quick_engines, monkeypatch) -> None:
         with_image = plan.prompts.conversations[0]
         text = [{"role": "user", "content": [part for part in with_image[0]["content"] if part["type"] == "text"]}]
         bodies = [client.encode_request(running.name, messages, 5) for messages in (with_image, text)]
-        seen, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
+        with_tokens, twin = client.send(running.url, bodies, parse_load("closed:1"))[0]
         assert twin.visual_tokens == 0
-        assert TOKENS <= seen.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
+        assert TOKENS <= with_tokens.prompt_tokens - twin.prompt_tokens <= TOKENS + 2  # line breaks around the image
         with pytest.raises(UserError, match="counts no visual tokens"):
             serving.require_work(plan, running, [twin], counted)
 
