@@ -64,6 +64,7 @@ RETIRED = {
 RETIRED_FLAGS = {
     "--stats": "name the samples by --calib",
     "--vision-attention": "leave it out",
+    "--top": "the table has the worst layers, --json has all",
     "--sizes": "give --data with images of the size that you want",
     "--no-warm": "leave it out, as all runs are without caches",
 }
