@@ -21,7 +21,7 @@ from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_bl
 from vlmcompress.quantization.calibration.gradient_pass import kept_gradients
 from vlmcompress.quantization.calibration.predict import Predictor
 from vlmcompress.quantization.inputs import Inputs
-from vlmcompress.quantization.plan import checked_plan
+from vlmcompress.quantization.plan import with_problems
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe.allocation import RULES, GroupOption, Key
 from vlmcompress.utils import distributed, tensor_files
@@ -100,7 +100,7 @@ def allocate_bits(plan: Plan, inputs: Inputs, work: WorkFolder, progress: Progre
         ],
     }
     widths = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in plan.groups}
-    return checked_plan(replace(plan, widths=widths, allocation=allocation, budget=None))
+    return with_problems(replace(plan, widths=widths, allocation=allocation, budget=None))
 
 
 def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers: int, progress: Progress) -> Facts:

@@ -44,7 +44,7 @@ from vlmcompress.quantization.inputs import (
     read_for_plan,
     run_settings,
 )
-from vlmcompress.quantization.plan import checked_plan, make_plan
+from vlmcompress.quantization.plan import make_plan, with_problems
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.run_manifest import run_manifest
@@ -117,7 +117,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
-                plan = checked_plan(plan.with_source(derived))
+                plan = with_problems(plan.with_source(derived))
             # Read the model, and the calibration samples if anything needs them.
             recipe, inputs = plan.recipe, read_for_plan(plan, progress)
             vlm = inputs.vlm

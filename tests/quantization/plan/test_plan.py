@@ -22,7 +22,7 @@ from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group
 from vlmcompress.numerics import NVFP4, Format, Scheme, label
 from vlmcompress.quantization.inputs import derive_source
-from vlmcompress.quantization.plan import checked_plan, make_plan
+from vlmcompress.quantization.plan import make_plan, with_problems
 from vlmcompress.quantization.plan import problems as problems_module
 from vlmcompress.quantization.plan.examine import examine
 from vlmcompress.quantization.plan.problems import shape_problems
@@ -246,7 +246,7 @@ def test_derived_weights_are_quantized_as_planned(models, tmp_path, derivation):
     before = make_plan(recipe(model, out=str(tmp_path / "out"), **settings))
     work = begun(tmp_path / "work")
     derived = derive_source(before.recipe, work, silent)
-    after, alone = checked_plan(before.with_source(derived)), make_plan(before.recipe, source=derived)
+    after, alone = with_problems(before.with_source(derived)), make_plan(before.recipe, source=derived)
     assert after.source.path == alone.source.path == derived.path != before.source.path
     same = {
         *("method", "assigned", "blocks", "head", "vision_method", "vision_groups", "schemes", "layers", "budget"),

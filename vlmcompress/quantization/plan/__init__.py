@@ -1,6 +1,6 @@
 """Plans from headers alone: what a recipe will do to a model (`Plan`), and every reason why it cannot.
 
-`make_plan` runs once in a run. `checked_plan` looks again where the model was replaced by a derived one, or widths were chosen.
+`make_plan` runs once in a run. `with_problems` looks again where a derived model replaced the first one, or widths were chosen.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def make_plan(recipe: Recipe, *, source: Source | None = None, strict: bool = Tr
     before, source = sum(spec.nbytes for spec in source.stored.values()), as_written(recipe, source)
     if recipe.reduce:
         recipe = recipe.model_copy(update={"reduce": scorer_file.with_scorer_hash(recipe.reduce)})
-    return checked_plan(Plan(recipe=recipe, source=source, bytes_before=before), strict=strict)
+    return with_problems(Plan(recipe=recipe, source=source, bytes_before=before), strict=strict)
 
 
-def checked_plan(plan: Plan, *, strict: bool = True) -> Plan:
+def with_problems(plan: Plan, *, strict: bool = True) -> Plan:
     """The plan with its problems, and the budget of the recipe's `bits` if it is still to be spent.
 
     Args:
