@@ -329,8 +329,10 @@ def resolve(
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
-    layers.append(_target_layer(values))
-    values, origins = merge(layers)
+    if isinstance(target := values.get("target"), str):
+        scheme = targets.get_target(target).schemes[None]
+        layers.append((f"target {targets.REGISTRY.name(target)}", {"scheme": scheme}))
+        values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
     for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
@@ -376,13 +378,6 @@ def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> di
             value = value if hosted else str(folder / value)
         anchored[key] = value
     return anchored
-
-
-def _target_layer(values: Mapping[str, Any]) -> Layer:
-    """The settings that a target gives: its default scheme."""
-    if not isinstance(target := values.get("target"), str):
-        return "target", {}
-    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.get_target(target).schemes[None]}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:
