@@ -48,7 +48,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 NORMAL = NormalDist()
 # Trapezoidal rule of `below_zero`: step and number of nodes, and the bend of its hyperbola. Relative errors are below 1e-9.
@@ -224,7 +223,9 @@ def _root(p_value: Callable[[float], float], inner: float, width: float, end: fl
         outer, at_outer = end, deviate(end)
     if at_outer >= 0 or deviate(inner) <= 0:
         return outer if at_outer >= 0 else inner
-    # Brent's method (scipy): the bracket has one sign change, as Gaffke's p-value rises with the mean.
+    from scipy.optimize import brentq  # a part of the extra `eval`; this file is imported without it
+
+    # Brent's method: the bracket has one sign change, as Gaffke's p-value rises with the mean.
     # Normal deviates are nearly linear in the mean, so few evaluations suffice.
     return float(brentq(deviate, inner, outer, xtol=_EXACT))
 
