@@ -236,7 +236,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
         ("earlier", "mlx"),
-        ("bench_reducers", "reducers"),
+        ("earlier", "reducers"),
         ("earlier", "joint"),
         ("earlier", "serving"),
         ("earlier", "statistics"),
