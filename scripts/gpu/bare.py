@@ -271,10 +271,16 @@ def shape_of(place: Place, name: str, kind: str) -> Shape:
         qwen3 = shape.family == "qwen3_vl"
         rope = dict(shape.text["rope_parameters"]) | {"mrope_section": [6, 5, 5] if qwen3 else [4, 6, 6]}
         text = _text(128, 256, 2, 4, 2, 384) | {"rope_parameters": rope, "max_position_embeddings": 2048}
-        sizes = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128}
-        own = {"deepstack_visual_indexes": [0], "num_position_embeddings": 256} if qwen3 else {
+        sizes: dict[str, Any] = {
+            "depth": 2,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": 128,
+        }
+        sizes |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 256} if qwen3 else {
             "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
-        return replace(shape, text=text | ({"head_dim": 32} if qwen3 else {}), vision={**shape.vision, **sizes, **own})
+        return replace(shape, text=text | ({"head_dim": 32} if qwen3 else {}), vision={**shape.vision, **sizes})
     if kind == "tower":
         return replace(shape, text={**shape.text, "num_hidden_layers": 1, "vocab_size": 4096})
     if kind == "shallow":

@@ -160,11 +160,11 @@ def inside() -> None:
         (answer,) = llm.chat([{"role": "user", "content": [part, text]}], sampling, use_tqdm=False)
         firsts.append({token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()})
         lengths.append(len(answer.prompt_token_ids))
-    (seen,) = llm.apply_model(look)
+    (layers,) = llm.apply_model(look)
     cache = llm.llm_engine.vllm_config.cache_config
     tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    seen |= {"first": firsts, "prompt_tokens": lengths, "cache_dtype": str(cache.cache_dtype), "kv_tokens": tokens}
-    out.write_text(json.dumps(seen), encoding="utf-8")
+    layers |= {"first": firsts, "prompt_tokens": lengths, "cache_dtype": str(cache.cache_dtype), "kv_tokens": tokens}
+    out.write_text(json.dumps(layers), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # all is written; the engine's own shutdown only costs time
 
@@ -236,8 +236,8 @@ def kernels(place: Place, shape: str) -> dict[str, Any]:
     for name in expected:
         folders[name] = quantized(place, shape, "shallow", *SCHEMES[name], label=name)
         checks = diagnose(folders[name], folders[name].with_name("bf16"))
-        if faults := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
-            raise Failed("\n".join([f"{name}: the files are not as they should be", *faults]))
+        if problems := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
+            raise Failed("\n".join([f"{name}: the files are not as they should be", *problems]))
     waiting = list(folders)
     while waiting:
         now, waiting = waiting[:3], waiting[3:]
