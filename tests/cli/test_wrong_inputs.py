@@ -293,9 +293,7 @@ FORMATS = """
 quantize qwen -o new --format openvino --scheme int8: weight-only
 quantize qwen -o new --format openvino --scheme rtn --bits 3: 4 8
 quantize qwen -o new --format openvino --scheme rtn --kv-cache fp8: kv_cache
-quantize qwen -o new --format openvino --scheme none --reduce divprune:0.5: cdpruner
-quantize qwen -o new --format openvino --scheme none --reduce cdpruner:1/3: percent
-quantize llava -o new --format openvino --scheme none --reduce cdpruner:0.5: llava
+quantize qwen -o new --format openvino --scheme none --reduce divprune:0.5: divprune resize:SHARE
 quantize internvl -o new --format openvino --scheme rtn: max_patches 12
 quantize glm4v -o new --format openvino --scheme rtn: glm4v
 quantize qwen2_vl -o new --format gguf --scheme int8: activations
