@@ -219,6 +219,10 @@ def answered(
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
     data = TrainingData(source, *apart(kept), written, skipped)
+    if not data.held_out:
+        raise UserError(
+            f"{source}: its {len(kept)} samples are about too few images to hold some of these out; give questions about more"
+        )
     cut = len(data.samples) - data.held_out
     for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
         if not any(sample.visual for sample in samples):
@@ -245,13 +249,14 @@ def _taught(vlm: VLM, data: TrainingData, recipe: Recipe, work: WorkFolder, prog
     return origin
 
 
+@torch.no_grad()
 def _said(vlm: VLM, data: TrainingData, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
     """The teacher's targets for the samples of a part: `NUMBER/KIND` -> tensor."""
     tensors = dict[str, Tensor]()
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        said = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
+        said = teacher_targets(distillation.whole_logits(vlm, batches[index]))
         if said["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: the model's logits hold NaN, so it cannot be a teacher; check "
