@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
@@ -35,8 +35,9 @@ class SelectingReducer(Reducer):
     keep: float = 0.5
     merge: Literal["none", "nearest"] = dataclasses.field(default="none", kw_only=True)
 
+    @override
     def __post_init__(self) -> None:
-        require_keep(self.keep)
+        super().__post_init__()
         if self.merge not in ("none", "nearest"):
             raise ValueError(f"merge must be none or nearest, got {str(self.merge)[:40]!r}")
 

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    require_whole,
-    top,
-)
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top
 from vlmcompress.reduction.methods.dart import select
 
 PIVOTS = 4
@@ -37,10 +30,6 @@ class DartLLM(Reducer):
 
     keep: float = 0.5
     layer: int = 2
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        require_whole("layer", self.layer, least=1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

@@ -18,16 +18,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    LEAST_SHARE,
-    Grid,
-    Reducer,
-    Reduction,
-    Signals,
-    require_number,
-    require_whole,
-    top,
-)
+from vlmcompress.reduction.methods._base import LEAST_SHARE, Grid, Reducer, Reduction, Signals, require_number, top
 
 LEAST = 0.1
 """Share of an image's tokens that always stays."""
@@ -47,9 +38,10 @@ class DyRate(Reducer):
     factor: float = 2.0
     layer: int = 2
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_number("factor", self.factor, LEAST_SHARE, 1e6)
-        require_whole("layer", self.layer, least=1)
 
     @override
     def budget(self, grid: Grid) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top, unit
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,6 @@ class LiteVLM(Reducer):
     NO_BETTER_THAN = "random"
 
     keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

@@ -30,6 +30,7 @@ class PEVLM(Reducer):
 
     frames: int = 8
 
+    @override
     def __post_init__(self) -> None:
         require_whole("frames", self.frames, least=1)
 

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Grid,
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    top,
-    unit,
-)
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, top, unit
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 SHARPNESS = 3.0
@@ -45,9 +37,6 @@ class Relevance(Reducer):
     NO_BETTER_THAN = "random"
 
     keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top, unit
 
 CONTEXTUAL = 10 / 64
 """Share of merged tokens among the kept ones, as published."""
@@ -32,9 +32,6 @@ class VisionZip(Reducer):
     NO_BETTER_THAN = "random"
 
     keep: float = 1 / 3
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:
