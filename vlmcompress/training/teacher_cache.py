@@ -219,10 +219,6 @@ def answered(
     _enough(kept, source)
     written, skipped = sum(sample.id in unanswered for sample in kept), getattr(samples, "skipped", {})
     data = TrainingData(source, *apart(kept), written, skipped)
-    if not data.held_out:
-        raise UserError(
-            f"{source}: its {len(kept)} samples are about too few images to hold some of these out; give questions about more"
-        )
     cut = len(data.samples) - data.held_out
     for part, samples in (("to train on", data.samples[:cut]), ("that are held out", data.samples[cut:])):
         if not any(sample.visual for sample in samples):
@@ -275,6 +271,10 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
         raise UserError(
             f"{source} gives {count} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
+        )
+    if not apart(samples)[1]:
+        raise UserError(
+            f"{source}: its {len(samples)} samples are about too few images to hold some of these out; give questions about more"
         )
 
 
