@@ -57,7 +57,8 @@ RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "pevlm": {"sink": 1},
     "relevance": {"sharpness": 3.0},
     "visionzip": {"contextual": 10 / 64, "merge": "sum"},
-} | {method: {"similar": 0.6} for method in ("dart", "divprune", "evs", "learned", "random", "uniform")}
+    **{method: {"similar": 0.6} for method in ("dart", "divprune", "evs", "learned", "random", "uniform")},
+}
 
 
 @dataclass(frozen=True)

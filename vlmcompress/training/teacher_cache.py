@@ -274,7 +274,7 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
         )
     if not apart(samples)[1]:
         raise UserError(
-            f"{source}: its {len(samples)} samples are about too few images to hold some of these out; give questions about more"
+            f"{source}: its {len(samples)} samples show too few images to hold some of these out; give questions about more"
         )
 
 
