@@ -227,7 +227,7 @@ quantize llava -o o --scheme rtn --stats s: --stats --calib
 quantize llava -o o --scheme rtn --vision-attention fp8: --vision-attention leave
 quantize llava -o o --scheme rtn --set calibrate.stats=s: calibrate.stats --calib
 quantize llava -o o --scheme awq --set options.clip_sweeps=1: options.clip_sweeps gptq-plus
-report --errors out --top -1: --top -1
+report --errors out --top 3: --json
 export ct --format awk -o new: awk awq
 export ct --format modelopt -o new: ModelOpt
 export ct --format compressed-tensors -o new: compressed-tensors

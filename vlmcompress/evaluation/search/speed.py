@@ -169,7 +169,6 @@ class Measured:
             data=self.data,
             out_tokens=load.out,
             repeats=self.repeats,
-            warm=False,
             seed=setup.seed,
             progress=progress,
         ).bench
