@@ -15,8 +15,8 @@ from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Result, fit_counter, fit_reducer, fit_resize
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.calibration_data import data_source
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import Recovery, Run, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
