@@ -59,7 +59,6 @@ AT_SHARES: dict[str, list[dict[str, Any]]] = {  # method -> its variants
     "random": [{"seed": seed} for seed in range(SEEDS)],
     "coverage": [{}, {"merge": "nearest"}],
     "learned": [{}],
-    "cdpruner": [{}],
     "dart": [{}, {"pivots": 4}],
     "divprune": [{}, {"merge": "nearest"}],
     "fastv": [{}],

@@ -36,7 +36,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
         calibration={"source": "/home/me/images", "samples": 8, "tokens": {"text": 10, "vision": 90}, "share": 0.9},
         errors=ERRORS,
     )
-    checkpoint.write(replace(parts, manifest=lambda: record), folder / "out")
+    checkpoint.write(replace(parts, manifest=parts.manifest | record), folder / "out")
     return source, folder / "out"
 
 

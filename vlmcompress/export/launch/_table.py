@@ -133,7 +133,6 @@ _SCRIPT = '''"""{name} in OpenVINO: python serve/{file} "What is shown?" IMAGE .
 Written by vlmcompress; edit it freely. MODEL and DEVICE (CPU, GPU) may be set in the environment.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -147,10 +146,8 @@ os.environ.setdefault("VISION_PREPROCESS", "CPP")  # images scaled as transforme
 model = Path(os.environ.get("MODEL", Path(__file__).parents[1]))
 question, *paths = sys.argv[1:]
 images = [openvino.Tensor(np.array(Image.open(path).convert("RGB"))[None]) for path in paths]
-settings = json.loads((model / "generation_config.json").read_text())
-pruning = {{name: settings[name] for name in ("pruning_ratio", "relevance_weight") if name in settings}}
 pipeline = openvino_genai.VLMPipeline(model, os.environ.get("DEVICE", "CPU"))
-answer = pipeline.generate(question, images=images, max_new_tokens=256, do_sample=False, **pruning)
+answer = pipeline.generate(question, images=images, max_new_tokens=256, do_sample=False)
 print(answer.texts[0])
 '''
 
