@@ -200,7 +200,7 @@ def cells(section: str) -> list[list[str]]:
 
 
 def test_the_gain_on_the_first_screen_is_what_plan_computes_and_the_gpu_took():
-    """Weights and requests are those of docs/planning.md's session, seconds those of docs/gpu.md's table."""
+    """Weights and requests are those of docs/planning.md's session, seconds those of docs/results.md's table."""
     plan = {}
     for line in between("plan").splitlines():
         scheme, _, figures = line.strip().partition(" ")

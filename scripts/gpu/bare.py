@@ -470,7 +470,7 @@ def _equal_quantizers(place: Place) -> Rows:
             ]
         pairs = zip(quantized["cpu"], quantized["gpu"], strict=True)
         codes = [round((cpu.q.float() == gpu.q.cpu().float()).double().mean().item(), 5) for cpu, gpu in pairs]
-        figures = {"codes": codes, "error_cpu": errors["cpu"], "error_gpu": errors["gpu"]}
+        figures: dict[str, Any] = {"codes": codes, "error_cpu": errors["cpu"], "error_gpu": errors["gpu"]}
         if scales["cpu"] is not None and scales["gpu"] is not None:
             figures["scales_apart"] = _apart(scales["gpu"].cpu(), scales["cpu"])
         ratios = [gpu / cpu for cpu, gpu in zip(errors["cpu"], errors["gpu"], strict=True)]
@@ -601,7 +601,10 @@ def kernels(place: Place) -> dict[str, Any]:
             errors[kind] = _output_error(x.cpu(), quantized.dequantize(torch.float32).cpu(), weights[0].cpu(), scale)
         alike = float((codes["torch"] == codes["triton"]).all(1).double().mean())
         ratio = errors["triton"] / errors["torch"]
-        figures = {"seconds": {kind: round(value, 4) for kind, value in seconds.items()}, "rows_alike": round(alike, 4)}
+        figures: dict[str, Any] = {
+            "seconds": {kind: round(value, 4) for kind, value in seconds.items()},
+            "rows_alike": round(alike, 4),
+        }
         if abs(ratio - 1) > 1e-3 or alike < 0.9:
             figures["wrong"] = f"{alike:.0%} of the rows are alike, the error is {ratio:.4f} times torch's"
         return figures

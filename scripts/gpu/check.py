@@ -6,7 +6,7 @@ scripts/gpu_check --only quantize layers/qwen3-vl-8b
 scripts/gpu_check --limit 9          start nothing that would not end within nine minutes; call again for the rest
 scripts/gpu_check --again serve      run it although it is done
 scripts/gpu_check --tiny --results FILE      tiny shapes, on any machine: proves the check itself
-scripts/gpu_check --render           the tables of docs/gpu.md, from eval/gpu.json
+scripts/gpu_check --render           the tables of docs/results.md, from eval/gpu.json
 
 A bare machine, with a GPU, torch and transformers, without vLLM and without a network, takes two commands. The second ends
 within eight minutes; called again, or with `--limit 30`, it goes on with whole models, which need 50 GB of disk:

@@ -429,8 +429,9 @@ def serve(place: Place, scheme: str) -> dict[str, Any]:
     folders = {name: with_reducer(full, f"dart:{share}") if share < 1 else full for name, share in shares.items()}
     loads = TINY_LOADS if place.tiny else LOADS
     size = (112, 112) if place.tiny else (896, 896)  # 16 and 1,024 visual tokens
-    prompts = open_prompts(calibration(place), [size], full, full, 0)
-    bursts = {load: prompts.burst(number, loads[load][1]) for number, load in enumerate(loads)}
+    most = max(requests for _, requests, _ in loads.values())
+    conversations = open_prompts(calibration(place), full, full, most, 0, size).conversations
+    bursts = {load: conversations[:requests] for load, (_, requests, _) in loads.items()}
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {name: {load: [] for load in loads} for name in folders}
     with servers(place, folders) as up:
         for running in up.values():
@@ -450,12 +451,12 @@ def serve(place: Place, scheme: str) -> dict[str, Any]:
 def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     """All servers, up: three at a time on a GPU, as each takes only its share; two on a CPU."""
     from vlmcompress.engines.vllm.serve import vllm_server
-    from vlmcompress.evaluation.speed.serving import ALWAYS, FLAGS
+    from vlmcompress.evaluation.speed.serving import FLAGS
 
     limits = ["--max-model-len", "1024" if place.tiny else "4096"]
     if torch.cuda.is_available():
         limits += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 * 2**30)]
-    flags, logs = [*FLAGS["cold"], *ALWAYS, *limits], place.work / "logs"
+    flags, logs = [*FLAGS, *limits], place.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
 
@@ -481,7 +482,7 @@ def burst(running: Any, conversations: Sequence[Any], clients: int, tokens: int)
         raise Failed(f"{running.name}: {len(bad)} of {len(outcomes)} requests failed, the first: {first}")
     if hits := counted.prefix_hits + counted.media_hits:
         raise Failed(f"{running.name} took {hits:g} tokens or images from a cache that should be off")
-    record = measure.burst_record(outcomes, seconds, side="candidate", state="cold", repeat=0, slo={}, counters=counted)
+    record = measure.burst_record(outcomes, seconds, side="candidate", repeat=0, slo={}, counters=counted)
     longest = max(outcomes, key=lambda outcome: outcome.prompt_tokens)
     length = longest.prompt_tokens + longest.output_tokens
     return {**measure.figures(record), "visual": longest.visual_tokens, "tokens": length}

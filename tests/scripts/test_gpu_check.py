@@ -195,9 +195,11 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
 
 
 def test_the_docs_have_the_table_of_the_results() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "results.md").read_text()
     (section,) = re.findall(r"<!-- gpu -->\n(.*?)\n<!-- /gpu -->", text, re.DOTALL)
-    assert section.strip() == check.render(check.read(check.RESULTS)), "put scripts/gpu_check --render into docs/gpu.md"
+    assert section.strip() == check.render(check.read(check.RESULTS)), (
+        "put scripts/gpu_check --render into docs/results.md"
+    )
 
 
 def test_kernels_are_read_from_vllms_log() -> None:

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 def plan_data(plan: Plan, resolved: Resolved, preview: Preview | None) -> dict[str, Any]:
     """A plan as data for `--json`. `preview`: the calibration samples; None: not read."""
-    from vlmcompress.quantization.plan import devices
-
     return {
         **plan.to_dict(),
-        "devices": devices.launch_device_counts(plan),
+        "devices": plan.device_counts,
         "samples": preview.count if preview else None,
         "origins": resolved.origins,
     }
@@ -28,8 +26,6 @@ def plan_data(plan: Plan, resolved: Resolved, preview: Preview | None) -> dict[s
 
 def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
     """A plan as text: settings with their origins, layers, sizes. `preview`: the calibration samples; None: not read."""
-    from vlmcompress.quantization.plan import devices
-
     flat = {key: value for key, value in _flat(plan.recipe.plain()).items() if value is not None}
     settings = [
         (key, value if isinstance(value, str) else json.dumps(value), resolved.origin(key))
@@ -51,7 +47,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         *([("images", plan.visual_tokens.text)] if plan.visual_tokens else []),
         ("peak memory", f"about {size(plan.peak_bytes)}"),
         ("calibration", data),
-        ("devices", devices_text(devices.launch_device_counts(plan))),
+        ("devices", devices_text(plan.device_counts)),
         (
             "prefix",
             "quantized: blocks are solved after quantized ones" if plan.observed_after else "none: nothing is observed",

@@ -73,7 +73,7 @@ def convert(
     config = models.without_missing_mtp(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     config = stored.float_type.config(config)
-    before, record = _record(stored, {"format": format, "mmproj": mmproj})
+    record = _record(stored, {"format": format, "mmproj": mmproj})
     record["warnings"] = [*record["warnings"], *models.mtp_warnings(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
         record["warnings"].append(
@@ -96,10 +96,7 @@ def convert(
         exporter=writer,
         layers=layers,
         config=config,
-        manifest=lambda: record,
-        before=before,
-        memory={name: parameter for parameter, name in written.items()},
-        family=stored.spec.family,
+        manifest=record,
         shard_size=shard_size,
         mmproj=mmproj,
     )
@@ -141,7 +138,7 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
                 name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
                 if entry.name not in kv:
                     spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
-                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec), memory.get(entry.name)))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]
@@ -151,8 +148,8 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
     return tensors
 
 
-def _record(stored: Stored, keys: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the new checkpoint's manifest without sizes and hashes; `keys`: of its recipe.
+def _record(stored: Stored, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The new checkpoint's manifest without its size and hashes; `keys`: of its recipe.
 
     The original of another tool's checkpoint is unknown and assumed to be 16 bits wide.
     """
@@ -164,7 +161,7 @@ def _record(stored: Stored, keys: Mapping[str, Any]) -> tuple[int, dict[str, Any
         record = manifest.read_manifest(stored.path)
         manifest.verify_hashes(stored.path, record)
         recipe = record["recipe"] | keys
-        return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
+        return record | {"recipe": recipe, "converted": converted}
     recipe = {"model": str(stored.path), "scheme": "converted", "seed": None, **keys}
     record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
-    return total, record | {"converted": converted}
+    return record | {"size": {"weights_before": total}, "converted": converted}

@@ -22,8 +22,7 @@ from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
 from vlmcompress.quantization.calibration.block_inputs import Refused
 from vlmcompress.quantization.plan.calibration_data import data_reason, data_source, require_balance_data
-from vlmcompress.quantization.plan.plan import Plan
-from vlmcompress.quantization.plan.survey import rotation_problems
+from vlmcompress.quantization.plan.plan import Plan, rotation_problems
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file, threshold_file

@@ -44,8 +44,9 @@ from vlmcompress.quantization.inputs import (
     read_for_plan,
     run_settings,
 )
+from vlmcompress.quantization.plan import make_plan, with_problems
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
-from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.run_manifest import run_manifest
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
@@ -116,7 +117,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
-                plan = plan.with_source(derived).require_no_problem()
+                plan = with_problems(plan.with_source(derived))
             # Read the model, and the calibration samples if anything needs them.
             recipe, inputs = plan.recipe, read_for_plan(plan, progress)
             vlm = inputs.vlm
@@ -321,7 +322,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     Args:
         recovery: the training that the checkpoint comes from; None: there was none.
     """
-    plan, recipe, model, progress = run.plan, run.recipe, run.vlm.model, run.progress
+    plan, recipe = run.plan, run.recipe
     extra_files: dict[str, Mapping[str, Any] | bytes] = {}
     settings: Mapping[str, Any] = {}
     if recipe.resize:
@@ -334,26 +335,11 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
 
-    # Layers are rounded when they are written if they depend on nothing but their weight: without calibration those of the
-    # decoder; those of the vision tower, whose inputs the engine scales token by token; the token embedding, whose rows are
-    # looked up one at a time, so that no other row can compensate for a row's error.
-    parts: list[RoundedLayers | StoredWeights] = []
-    errors: dict[str, dict[str, float]] = {}
+    results = []
     if plan.observed_after:
-        parts.append(StoredWeights(run.work, plan.steps, plan.method))
         results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
-    else:
-        parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
-        results = [BlockResult(errors=errors)]  # they are known once the layers are written
-    if plan.vision_method:
-        parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
-    embedding = models.embedding_name(model)
-    if scheme := plan.schemes.get(embedding):
-        nearest = SCHEMES.get("rtn")
-        bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
-        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
-        parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
-    quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
+    manifest = run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None)
+    quantized = _quantized_layers(run, manifest["errors"])
     schemes = {name: plan.schemes[name] for name in quantized}
 
     # Smoothing changed what is stored in 16 bits, too: norms, layers that stay as they are, biases of quantized ones.
@@ -361,7 +347,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     changed = {
         name: parameter.detach().contiguous()
         for op in sorted(smoothed)
-        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        for name, parameter in run.vlm.model.get_submodule(op).named_parameters(prefix=op, recurse=False)
         if name.removesuffix(".weight") not in schemes
     }
     changed |= recovery.trained if recovery else {}
@@ -375,19 +361,40 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         exporter=recipe.exporter,
         layers=plan.layers,
         config=written_config(plan.source, schemes, recipe.reduce, run.counter, settings),
-        manifest=lambda: run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None),
-        before=models.checkpoint_bytes(recipe.model),
-        memory={plan.source.written[parameter]: parameter for parameter in plan.source.names},
-        family=plan.source.spec.family,
+        manifest=manifest,
         extra_files=extra_files,
         shard_size=recipe.shard_size,
         mmproj=recipe.mmproj,
         work=run.work,
-        errors=errors,
     )
     return write(
         checkpoint,
         run.work.out,
         overwrite=run.overwrite,
-        progress=lambda done, total: progress("writing", done, total),
+        progress=lambda done, total: run.progress("writing", done, total),
     )
+
+
+def _quantized_layers(run: Run, errors: dict[str, dict[str, float]]) -> Mapping[str, Quantized]:
+    """All quantized layers of a run: those of finished blocks, and those that are rounded when they are read. `errors`: the
+    manifest's, which takes those of the decoder's layers that are rounded.
+
+    Layers are rounded when they are read if they depend on nothing but their weight: without calibration those of the decoder;
+    those of the vision tower, whose inputs the engine scales token by token; the token embedding, whose rows are looked up one
+    at a time, so that no other row can compensate for a row's error.
+    """
+    plan, model = run.plan, run.vlm.model
+    parts: list[RoundedLayers | StoredWeights] = []
+    if plan.observed_after:
+        parts.append(StoredWeights(run.work, plan.steps, plan.method))
+    else:
+        parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
+    if plan.vision_method:
+        parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
+    embedding = models.embedding_name(model)
+    if scheme := plan.schemes.get(embedding):
+        nearest = SCHEMES.get("rtn")
+        bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
+        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
+        parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
+    return ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to

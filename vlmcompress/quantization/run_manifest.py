@@ -11,7 +11,6 @@ from vlmcompress.export import adapter, manifest
 from vlmcompress.models.data.provenance import no_image_note, skipped_notes
 from vlmcompress.numerics.statistics import kv_range
 from vlmcompress.quantization.calibration.solve import BlockResult, warnings
-from vlmcompress.quantization.plan import devices
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
@@ -31,7 +30,7 @@ def run_manifest(
     origin: Mapping[str, Any] | None,
     recovery: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest of a run without sizes and hashes.
+    """The manifest of a run without the written size and hashes.
 
     Args:
         recipe: the plan's recipe with the learned numbers, as written to the checkpoint.
@@ -45,7 +44,7 @@ def run_manifest(
         unreduced.append(
             f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"
         )
-    return manifest.build(
+    record = manifest.build(
         recipe.model,
         family=plan.source.spec.family,
         recipe=recipe.plain(),
@@ -57,8 +56,9 @@ def run_manifest(
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
         recovery=recovery,
-        devices=devices.launch_device_counts(plan),
+        devices=plan.device_counts,
     )
+    return record | {"size": {"weights_before": models.checkpoint_bytes(recipe.model)}}
 
 
 def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:

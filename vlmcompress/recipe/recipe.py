@@ -189,22 +189,22 @@ class Recipe(_Frozen):
         return self.out
 
     @property
-    def method(self) -> Quantizer[Any]:
-        """The scheme's module in `vlmcompress.quantization.schemes`."""
+    def quantizer(self) -> Quantizer[Any]:
+        """The scheme's algorithm, an entry of `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
     @property
     def number_formats(self) -> Scheme | None:
         """The number formats of the decoder; None when nothing is quantized."""
-        return self.method.scheme(self.options)
+        return self.quantizer.scheme(self.options)
 
     @property
     def parts(self) -> dict[str, Scheme]:
         """Part (`vision tower`, `output head`, ...) -> its number formats, of what is quantized besides the decoder."""
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
-        modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
-        return {part: module.scheme(module.OPTIONS(**options)) for part, (module, options) in modules.items()}
+        entries = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
+        return {part: entry.scheme(entry.OPTIONS(**options)) for part, (entry, options) in entries.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
