@@ -88,10 +88,10 @@ def test_problems_of_a_reducer_are_one_line(setup, text):
         (
             "llava",
             {"reduce": "fastv:0.5,layer=1"},
-            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from cdpruner, .*or --set engine=transformers",
+            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from coverage, .*or --set engine=transformers",
         ),
         ("llava", {"reduce": "fastv:0.5,layer=9", "engine": "transformers"}, "layer 9 is none of the language model's"),
-        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use cdpruner"),
+        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use coverage"),
     ],
 )
 def test_models_and_engines_without_the_method(models, model_name, setup, text):
