@@ -32,7 +32,6 @@ def convert(
     format: str,
     *,
     mmproj: Literal["q8_0", "f16"] | None = None,
-    shard_size: str = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
@@ -43,7 +42,6 @@ def convert(
         out: folder to write; it is complete or absent.
         format: name of a module in `vlmcompress.export.formats`.
         mmproj: see `Recipe`.
-        shard_size: largest weight file.
         overwrite: replace an existing `out` of ours once the new one is complete.
         progress: called with (bytes written, total bytes).
 
@@ -97,7 +95,6 @@ def convert(
         layers=layers,
         config=config,
         manifest=record,
-        shard_size=shard_size,
         mmproj=mmproj,
     )
     with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
