@@ -69,7 +69,7 @@ def measured(findings: Findings) -> list[Section]:
             ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
         ]
     if memory:
-        sections.append(Section("Memory", [Table(["", "baseline", "candidate"], memory)], "memory"))
+        sections.append(Section("Memory", [Table(["", "baseline", "candidate"], memory, "short")], "memory"))
     return sections
 
 
