@@ -19,8 +19,8 @@ from vlmcompress.utils.model_folder import companions
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_headers import Entry
 
-SHARD_BYTES = 5 * 10**9  # of the largest file
 Change = Callable[[Tensor], Tensor]
+SHARD_BYTES = 5 * 10**9  # of the largest weight file
 
 
 def has(out: Path, record: str, mark: str) -> bool:
