@@ -65,6 +65,7 @@ RETIRED_FLAGS = {
     "--stats": "name the samples by --calib",
     "--vision-attention": "leave it out",
     "--sizes": "give --data with images of the size that you want",
+    "--speed": "leave it out, as speed is measured where the target is this machine",
     "--no-warm": "leave it out, as all runs are without caches",
 }
 

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from scipy.stats import norm
 
 from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
 from vlmcompress.evaluation.search.racing import (
     LIKELY,
     CandidateState,
     Estimate,
-    Evidence,
     Race,
     Trial,
-    estimates,
     refuted,
 )
 
@@ -46,7 +44,6 @@ class World:
     foreknown: bool = False
     most: int | None = None
     measuring: bool = True
-    divergence: bool = True
     log: list[tuple[str, int]] = field(default_factory=list)
 
     def loss(self, candidate: Candidate) -> float:
@@ -61,10 +58,7 @@ class World:
         rng = np.random.default_rng([self.seed, *candidate.name.encode()])
         draws = rng.random(2000)[:questions]
         answers = np.where(draws < self.loss(candidate), -1.0, np.where(draws > 0.999, 1.0, 0.0))
-        divergence = 4 * self.loss(candidate) + 0.0005 if self.divergence else None
-        return Trial(
-            Evidence(answers, range(questions), divergence), 1.0 if self.foreknown else self.true_gain(candidate)
-        )
+        return Trial(MeanDifference(answers), 1.0 if self.foreknown else self.true_gain(candidate))
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
         left = len(candidates) if self.most is None else max(self.most - len(self.log), 0)
@@ -97,11 +91,6 @@ def test_the_best_wins_where_differences_are_clear(seed, foreknown) -> None:
     assert winner.chance > 0.8 and winner.expected_gain == pytest.approx(1 + 1.4 * winner.chance)
     assert race.states["ninth"].out.startswith("loses more than is allowed, by ")
     assert "w2 + ninth" not in race.states, "no combination of what is refuted"
-
-
-def test_without_divergences_the_best_still_wins() -> None:
-    _, winner = run(World(SCHEMES | REDUCERS, divergence=False))
-    assert winner and winner.candidate.name == BEST
 
 
 def test_questions_are_counted() -> None:
@@ -203,14 +192,14 @@ def test_a_known_gain_is_used() -> None:
 
 
 def test_the_next_best_come_in_place_of_the_refuted() -> None:
-    """Of 17 single changes and 72 combinations 12, 4 and 3 go on; where the best are lossy, others get their places."""
+    """Of 17 single changes and 72 combinations 12, 6 and 3 go on; where the best are lossy, others get their places."""
     many = {f"s{i}": (0.0, 1.1 + i / 100) for i in range(8)}, {f"r{i}": (0.0, 1.2 + i / 100) for i in range(9)}
     world = World(many[0] | many[1])
     race, winner = run(world, *many)
-    assert [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)] == [17, 12, 4, 3]
+    assert [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)] == [17, 12, 6, 3]
     assert len(race.states) == 17 + 72 and winner and winner.candidate.name == "s7 + r8"
     lossy = {f"r{i}": (0.06, 3.0 + i / 100) for i in range(4)} | {"safe": (0.0, 1.2)}
-    world = World(lossy, divergence=False, seed=3)
+    world = World(lossy, seed=3)
     race, winner = run(world, lossy)
     assert winner and winner.candidate.name == "safe", "not one of those that gain more and were refuted"
 
@@ -218,7 +207,7 @@ def test_the_next_best_come_in_place_of_the_refuted() -> None:
 def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     """Five times the speed at 1 chance in 4 is worth as much as twice at a certain one; who is likely wins all the same."""
     likely, not_so = (CandidateState(Candidate((Choice(name, {}),)), gain, chance=chance,
-                               trial=Trial(Evidence([0.0], [0], None)))
+                               trial=Trial(MeanDifference([0.0])))
                       for name, gain, chance in (("likely", 1.9, 0.99), ("unlikely", 5.0, 0.3)))  # fmt: skip
     race = Race([], World({}), *RULES)
     assert not_so.expected_gain > likely.expected_gain
@@ -227,29 +216,9 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     assert race._winner([not_so]) is not_so
 
 
-def evidence(lost: int, n: int, divergence: float | None) -> Evidence:
-    return Evidence([-1.0] * lost + [0.0] * (n - lost), list(range(n)), divergence)
-
-
-def test_answers_and_divergence_together_are_bayes() -> None:
-    """Oracle: likelihood times prior over a grid; without divergences, or with two of them, answers alone count."""
-    answers_of = {name: evidence(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
-    of, alone = estimates(answers_of, 0.02), {name: Estimate.of(answers, 0.02) for name, answers in answers_of.items()}
-    slope = 50 / 200 / 1.053
-    grid = np.linspace(-0.6, 0.3, 400_001)
-    for name, answers in answers_of.items():
-        expected = slope * (answers.divergence or 0)
-        density = norm.pdf(grid, -expected, math.hypot(expected / 2, 1e-3))
-        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
-        density /= density.sum()
-        mean = (density * grid).sum()
-        assert of[name].mean == pytest.approx(mean, abs=1e-6)
-        assert of[name].error == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
-    blind = {name: evidence(9, 200, None) for name in "abc"}
-    assert estimates(blind, 0.02) == {name: Estimate.of(answers, 0.02) for name, answers in blind.items()}
-    assert estimates({"a": answers_of["a"], "b": answers_of["b"]}, 0.02) == {name: alone[name] for name in "ab"}
-    both = alone["a"] + alone["b"]
-    assert both == Estimate(pytest.approx(-0.05), alone["a"].error + alone["b"].error, alone["b"].spread)
+def test_differences_of_two_changes_add_up() -> None:
+    one, two = (Estimate.of(MeanDifference([-1.0] * lost + [0.0] * (200 - lost)), 0.02) for lost in (1, 9))
+    assert one + two == Estimate(pytest.approx(-0.05), one.error + two.error, two.spread)
 
 
 @pytest.mark.parametrize("questions", [None, 500, 2000])
@@ -276,7 +245,7 @@ def test_a_candidate_that_changes_no_answer_is_most_likely_confirmed(images, eac
         def chance(lost: int, won: int, confirming: float | None = confirming) -> float:
             differences = np.zeros(images * each)
             differences[place[:lost]], differences[place[lost : lost + won]] = -1, 1
-            answers = Evidence(differences, [i % images for i in range(images * each)], None)
+            answers = MeanDifference(differences, [i % images for i in range(images * each)])
             return Estimate.of(answers, margin).assurance(margin, confirming)
 
         assert chance(0, 0) >= LIKELY
@@ -292,6 +261,7 @@ def test_a_candidate_above_the_floor_is_rarely_refuted(shared) -> None:
     for _ in range(runs):
         fate = np.where(rng.random(900) < 0.5, rng.random(900)[images], rng.random(900))
         answers = np.where(fate < 0.01 + margin, -1.0, np.where(fate < 0.02 + margin, 1.0, 0.0))
-        out += any(refuted(Evidence(answers[:n], images[:n].tolist(), None), margin, len(looks)) for n in looks)
+        out += any(refuted(MeanDifference(answers[:n], images[:n].tolist()), margin, len(looks)) for n in looks)
     assert out / runs <= 0.025 + 2.6 * math.sqrt(0.025 * 0.975 / runs)
-    assert refuted(evidence(16, 48, None), margin, 4) and not refuted(evidence(2, 48, None), margin, 4)
+    few, many = (MeanDifference([-1.0] * lost + [0.0] * (48 - lost)) for lost in (2, 16))
+    assert refuted(many, margin, 4) and not refuted(few, margin, 4)

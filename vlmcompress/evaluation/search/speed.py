@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from vlmcompress.engines.vllm.served_model import ServedModel, read_served_model
 from vlmcompress.evaluation.capacity import weight_bytes
 from vlmcompress.evaluation.capacity.capacity import CapacityRequest, plan_capacity
 from vlmcompress.evaluation.capacity.weight_bytes import Weights
-from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
@@ -27,14 +26,13 @@ from vlmcompress.reduction.visual_count import Pictures, per_block
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
 
-Goal = Literal["throughput", "ttft", "memory", "cost"]
+Goal = Literal["throughput", "ttft", "memory"]
 GOALS: dict[str, str] = {
     "throughput": "requests a second",
     "ttft": "time to the first token",
     "memory": "bytes of weights and cache",
-    "cost": "price of a request",
 }
-METRICS = {"throughput": "request_throughput", "cost": "request_throughput", "ttft": "ttft_p50_ms"}
+METRICS = {"throughput": "request_throughput", "ttft": "ttft_p50_ms"}
 STAND_IN = "h100"
 """The target whose rates order candidates before they are measured on a machine with unknown rates."""
 USERS = 8
@@ -158,10 +156,10 @@ class Measured:
         """The modelled gain. The time of answering a few questions is less informative, as start-up dominates it."""
         return self.modelled.gain(candidate)
 
-    def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
-        """Serve a candidate and the original alternately. Raises `UserError` if a server fails."""
+    def measure(self, candidate: Candidate, progress: Progress) -> float:
+        """The gain of a candidate that is served alternately with the original. Raises `UserError` if a server fails."""
         setup, load = self.modelled.setup, self.modelled.load
-        bench: Any = runs.run(
+        bench = runs.run(
             ensure_checkpoint(setup, candidate, progress),
             setup.model,
             load=f"closed:{USERS}",
@@ -172,5 +170,5 @@ class Measured:
             seed=setup.seed,
             progress=progress,
         ).bench
-        ratio: Ratio = bench.summary["serve"]["cold"][METRICS[self.goal]]
-        return ratio
+        assert bench is not None
+        return bench.summary["serve"]["cold"][METRICS[self.goal]].gain
