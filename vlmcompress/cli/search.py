@@ -147,24 +147,19 @@ def request(args: argparse.Namespace) -> SearchRequest:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
     if args.engine not in ("vllm", "hf"):
         raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
-    if args.images and not Path(args.images).is_dir():
-        raise UserError(
-            f"--images {args.images} is not a folder; name one with images like those that the model will see"
-        )
     for name in (args.data, args.confirm):
         if name is not None:
             hub.require_data(name, answered=True)
     image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
-    out = Path(base.pop("out"))
     prompts = _prompts(args.prompts) if args.prompts else None
     from vlmcompress.evaluation.search.own_answers import PROMPTS
     from vlmcompress.evaluation.search.search import SearchRequest
     from vlmcompress.evaluation.search.speed import TypicalRequest
 
     return SearchRequest(
+        out=Path(base.pop("out")),
         base=base,
-        out=out,
         data=args.data,
         suite=args.suite,
         confirm=args.confirm,
@@ -197,11 +192,9 @@ def _prompts(file: str) -> tuple[str, ...]:
     try:
         lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--prompts {file} cannot be read ({error}); give a text file with one prompt per line"
-        ) from error
+        raise UserError(f"--prompts {file} cannot be read ({error}); write one prompt per line") from error
     if not lines:
-        raise UserError(f"--prompts {file} is empty; give one prompt per line")
+        raise UserError(f"--prompts {file} is empty; write one prompt per line")
     return lines
 
 

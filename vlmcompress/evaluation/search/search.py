@@ -160,14 +160,14 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
         options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
         samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
-    return {
+    return {  # another seed or number chooses other samples, so these come before the samples' hashes
+        "seed": setup.seed,
+        "questions": len(questions),
         "model": model_hash(setup.model),
+        "engine": setup.engine,
         "data": questions.content_hash(),
         "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
         "calibration": described,
-        "seed": setup.seed,
-        "engine": setup.engine,
-        "questions": len(questions),
     }
 
 

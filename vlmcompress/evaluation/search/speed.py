@@ -120,19 +120,18 @@ class Modelled:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
-        loaded = weight_bytes.loaded_bytes(row, self._model.stored)
+        model, counted = self._model, capacity.counted
+        loaded = weight_bytes.loaded_bytes(row, model.stored) - weight_bytes.mtp_bytes(model)
         load, fitting = capacity.loads[capacity.served], capacity.rows[0].requests.get(capacity.served, 0)
         first = request = None
         if (target := capacity.request.target) and fitting >= 1:
             kind, many = roofline.arithmetic_type(scheme), max(1, min(math.floor(fitting), capacity.defaults.sequences))
-            visual = per_block(capacity.counted, load.visual, recipe.reduce, len(self._model.decoder.blocks))
-            counted = capacity.counted
-            work = roofline.work(self._model, visual, load.text, counted.patches, counted.tokens)
-            first = roofline.prefill_seconds(work, target.rates, kind, 1)
-            draft = weight_bytes.mtp_bytes(self._model)
-            read = roofline.step_bytes(roofline.bytes_read(self._model, loaded - draft), self._model, many, load.filled)
+            visual = per_block(counted, load.visual, recipe.reduce, len(model.decoder.blocks))
+            work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
+            first = roofline.prefill_seconds(work, target.rates, kind)
+            read = roofline.step_bytes(model, loaded, many, load.filled)
             per_token = work.linear / max(load.visual + load.text, 1)
-            step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind), 1)
+            step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind))
             if first is not None and step is not None:  # a request's prefill, and its share of common steps
                 request = first + self.load.out * step / many
         return Figures(loaded, USERS * load.filled, first, request)
