@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from vlmcompress.evaluation.accuracy import noninferiority
 from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
 from vlmcompress.evaluation.search.racing import (
     LIKELY,
+    VARY,
     CandidateState,
     Estimate,
     Race,
     Trial,
+    estimates,
     refuted,
 )
 
@@ -44,6 +47,7 @@ class World:
     foreknown: bool = False
     most: int | None = None
     measuring: bool = True
+    divergence: bool = True
     log: list[tuple[str, int]] = field(default_factory=list)
 
     def loss(self, candidate: Candidate) -> float:
@@ -58,7 +62,8 @@ class World:
         rng = np.random.default_rng([self.seed, *candidate.name.encode()])
         draws = rng.random(2000)[:questions]
         answers = np.where(draws < self.loss(candidate), -1.0, np.where(draws > 0.999, 1.0, 0.0))
-        return Trial(MeanDifference(answers), 1.0 if self.foreknown else self.true_gain(candidate))
+        divergence = 4 * self.loss(candidate) + 0.0005 if self.divergence else None
+        return Trial(MeanDifference(answers), divergence, 1.0 if self.foreknown else self.true_gain(candidate))
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
         left = len(candidates) if self.most is None else max(self.most - len(self.log), 0)
@@ -91,6 +96,11 @@ def test_the_best_wins_where_differences_are_clear(seed, foreknown) -> None:
     assert winner.chance > 0.8 and winner.expected_gain == pytest.approx(1 + 1.4 * winner.chance)
     assert race.states["ninth"].out.startswith("loses more than is allowed, by ")
     assert "w2 + ninth" not in race.states, "no combination of what is refuted"
+
+
+def test_without_divergences_the_best_still_wins() -> None:
+    _, winner = run(World(SCHEMES | REDUCERS, divergence=False))
+    assert winner and winner.candidate.name == BEST
 
 
 def test_questions_are_counted() -> None:
@@ -199,7 +209,7 @@ def test_the_next_best_come_in_place_of_the_refuted() -> None:
     assert [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)] == [17, 12, 6, 3]
     assert len(race.states) == 17 + 72 and winner and winner.candidate.name == "s7 + r8"
     lossy = {f"r{i}": (0.06, 3.0 + i / 100) for i in range(4)} | {"safe": (0.0, 1.2)}
-    world = World(lossy, seed=3)
+    world = World(lossy, divergence=False, seed=3)
     race, winner = run(world, lossy)
     assert winner and winner.candidate.name == "safe", "not one of those that gain more and were refuted"
 
@@ -216,9 +226,29 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     assert race._winner([not_so]) is not_so
 
 
-def test_differences_of_two_changes_add_up() -> None:
-    one, two = (Estimate.of(MeanDifference([-1.0] * lost + [0.0] * (200 - lost)), 0.02) for lost in (1, 9))
-    assert one + two == Estimate(pytest.approx(-0.05), one.error + two.error, two.spread)
+def trial_of(lost: int, n: int, divergence: float | None = None) -> Trial:
+    return Trial(MeanDifference([-1.0] * lost + [0.0] * (n - lost)), divergence)
+
+
+def test_answers_and_divergence_together_are_bayes() -> None:
+    """Oracle: likelihood times prior over a grid; without divergences, or with two of them, answers alone count."""
+    trials = {name: trial_of(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
+    of = estimates(trials, 0.02)
+    alone = estimates({name: replace(trial, divergence=None) for name, trial in trials.items()}, 0.02)
+    slope = 50 / 200 / 1.053
+    grid = np.linspace(-0.8, 0.4, 400_001)
+    for name, trial in trials.items():
+        expected = slope * (trial.divergence or 0)
+        density = norm.pdf(grid, -expected, math.hypot(VARY * expected, 1e-3))
+        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
+        density /= density.sum()
+        mean = (density * grid).sum()
+        assert of[name].mean == pytest.approx(mean, abs=1e-6)
+        assert of[name].error == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
+    assert alone["b"] == Estimate.of(MeanDifference([-1.0] * 9 + [0.0] * 191), 0.02)
+    assert estimates({name: trials[name] for name in "ab"}, 0.02) == {name: alone[name] for name in "ab"}
+    both = alone["a"] + alone["b"]
+    assert both == Estimate(pytest.approx(-0.05), alone["a"].error + alone["b"].error, alone["b"].spread)
 
 
 @pytest.mark.parametrize("questions", [None, 500, 2000])
@@ -263,5 +293,5 @@ def test_a_candidate_above_the_floor_is_rarely_refuted(shared) -> None:
         answers = np.where(fate < 0.01 + margin, -1.0, np.where(fate < 0.02 + margin, 1.0, 0.0))
         out += any(refuted(MeanDifference(answers[:n], images[:n].tolist()), margin, len(looks)) for n in looks)
     assert out / runs <= 0.025 + 2.6 * math.sqrt(0.025 * 0.975 / runs)
-    few, many = (MeanDifference([-1.0] * lost + [0.0] * (48 - lost)) for lost in (2, 16))
-    assert refuted(many, margin, 4) and not refuted(few, margin, 4)
+    few, many = (trial_of(lost, 48).difference for lost in (2, 16))
+    assert many and refuted(many, margin, 4) and few and not refuted(few, margin, 4)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers
+from vlmcompress.evaluation.accuracy.compare import first_token_divergence
 from vlmcompress.evaluation.accuracy.free_answers import Score
 from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search.candidate import Candidate
@@ -61,9 +62,7 @@ class LiveTrials:
             number, answers = next(results)
             self._took.append((time.monotonic() - began) / (done + 1))
             if not isinstance(answers, Failed):
-                samples = (self.score.applied(answers) if self.score else answers).samples
-                scores = {sample.id: sample.score for sample in samples}
-                row: dict[str, Any] = {"scores": scores, "prompt_tokens": answers.prompt_tokens}
+                row = self._row(answers)
             elif answers.unwritten:  # the candidate is not at fault; the log would say so
                 raise UserError(answers.reason)
             else:
@@ -73,6 +72,19 @@ class LiveTrials:
         results.close()
         return {name: self._trial(row) for name, row in rows.items() if row is not None}
 
+    def _row(self, answers: SuiteAnswers) -> dict[str, Any]:
+        """The log's entry of a trial."""
+        before = {sample.id: sample.answer for sample in self.original.samples}
+        samples = (self.score.applied(answers) if self.score else answers).samples
+        moved, _ = first_token_divergence(
+            [before[sample.id].first for sample in samples], [sample.answer.first for sample in samples]
+        )
+        return {
+            "scores": {sample.id: sample.score for sample in samples},
+            "divergence": moved.mean if moved else None,
+            "prompt_tokens": answers.prompt_tokens,
+        }
+
     def _trial(self, row: Mapping[str, Any]) -> Trial:
         """The trial of a row in the log."""
         if "failed" in row:
@@ -80,7 +92,8 @@ class LiveTrials:
         before = {sample.id: sample for sample in self.original.samples}
         differences = [score - before[name].score for name, score in row["scores"].items()]
         images = [before[name].image for name in row["scores"]]
-        return Trial(MeanDifference(differences, images), self.original.prompt_tokens / row["prompt_tokens"])
+        gain = self.original.prompt_tokens / row["prompt_tokens"]
+        return Trial(MeanDifference(differences, images), row["divergence"], gain)
 
     def gain(self, candidate: Candidate) -> float | None:
         """See `racing.Trials`."""

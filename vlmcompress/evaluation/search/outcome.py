@@ -20,7 +20,7 @@ def candidates(race: Race, winner: CandidateState | None, *, measured: bool) -> 
     states = list(race.states.values())
     rows = [row(state, state is winner, measured and not state.measured) for state in states]
     rows.sort(key=lambda candidate: (not candidate["winner"], not candidate["questions"], -candidate["gain"]))
-    # Without a winner the nearest is what gains something and lost least.
+    # Without a winner the nearest is what gains something and is estimated to lose least.
     tried = [state for state in states if state.questions and state.gain > 1 and state.estimate]
     nearest = max(tried, key=lambda state: state.estimate.mean if state.estimate else 0.0, default=None)
     full_grid = (math.prod(1 + len(factor.choices) for factor in race.factors) - 1) * race.questions
@@ -44,6 +44,7 @@ def row(state: CandidateState, winner: bool = False, rough: bool = False) -> dic
         "difference": round(difference.mean, 5) if difference else None,
         "low": low,
         "high": high,
+        "divergence": state.trial.divergence if state.trial else None,
         "chance": round(state.chance, 4),
         "winner": winner,
         "why": state.out,

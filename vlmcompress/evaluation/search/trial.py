@@ -14,6 +14,7 @@ from typing import Any
 from vlmcompress import engines
 from vlmcompress.engines import EngineSettings
 from vlmcompress.evaluation.accuracy import tasks
+from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.models.data import Reading
@@ -65,7 +66,7 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
     with folders.user_errors(setup.work):
         setup.work.mkdir(parents=True, exist_ok=True)
     folder, suite = ensure_checkpoint(setup, candidate, progress), questions_of(setup, questions)
-    engine, settings = engines.get_engine(setup.engine), EngineSettings(seed=setup.seed)
+    engine, settings = engines.get_engine(setup.engine), EngineSettings(logprobs=FIRST_TOKENS, seed=setup.seed)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
         return ask_suite(folder, suite, engine, settings, journal, progress, candidate.name)
 
