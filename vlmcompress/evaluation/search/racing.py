@@ -30,8 +30,8 @@ ROUNDS = ((9, 12), (3, 6), (1, 3))
 ERROR = 0.025
 """One-sided error of every verdict, as in `vlmcompress eval`."""
 VARY = 1.0
-"""Standard deviation of a candidate's loss, as a share of that expected by its divergence. 0.2 to 0.46 was measured; in simulated
-searches such trust finds less where the divergence misleads, and hardly more elsewhere."""
+"""Standard deviation of a candidate's loss, as a share of that expected by its divergence. 0.2 to 0.46 was measured; in
+simulated searches so much trust finds less where the divergence misleads, and hardly more elsewhere."""
 _LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
 LIKELY = 0.45
 """Below this chance of confirmation, a candidate wins only if none has a higher one. Slightly below a half: with the minimum
