@@ -200,7 +200,7 @@ def cells(section: str) -> list[list[str]]:
 
 
 def test_the_gain_on_the_first_screen_is_what_plan_computes_and_the_gpu_took():
-    """Weights and requests are those of docs/planning.md's session, seconds those of docs/gpu.md's table."""
+    """Weights and requests are those of docs/planning.md's session, seconds those of docs/results.md's table."""
     plan = {}
     for line in between("plan").splitlines():
         scheme, _, figures = line.strip().partition(" ")
@@ -236,11 +236,11 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
         ("earlier", "mlx"),
-        ("bench_reducers", "reducers"),
+        ("earlier", "reducers"),
         ("earlier", "joint"),
         ("earlier", "serving"),
-        ("simulate_statistics", "statistics"),
-        ("simulate_statistics", "images"),
+        ("earlier", "statistics"),
+        ("earlier", "images"),
         ("earlier", "full_size"),
         ("earlier", "full_width"),
         ("earlier", "peers"),
@@ -255,7 +255,7 @@ def test_readme_has_every_machine_with_its_scheme():
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    several = script == "earlier" or section in ("images", "boxes", "pages", "clips")
+    several = script == "earlier" or section in ("boxes", "pages", "clips")
     flags = {"overview": ["--overview"]}.get(section, [section] * several)
     *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text
-from vlmcompress.cli._planned import plan_data, plan_text
+from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text, plan_data, plan_text
 from vlmcompress.export import readers
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _support(model: str) -> Outcome:
     """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
     _flags.read_model_config(model, family=False)
-    from vlmcompress.quantization.plan.support import model_support
+    from vlmcompress.quantization.plan.examine import model_support
 
     results = model_support(hub.local(model, weights="none"))
     fine = results[0].ok
@@ -100,8 +99,7 @@ def _support(model: str) -> Outcome:
 def _devices(recipe: Recipe, plan: Plan | None, tp: int) -> Check:
     """Check whether vLLM can split the model in the recipe's format over `tp` devices. `plan`: None: no weights to read."""
     from vlmcompress import models
-    from vlmcompress.quantization.plan import devices
-    from vlmcompress.quantization.plan.plan import make_plan
+    from vlmcompress.quantization.plan import make_plan
     from vlmcompress.utils.messages import Check
     from vlmcompress.utils.model_folder import has_weights
 
@@ -110,7 +108,7 @@ def _devices(recipe: Recipe, plan: Plan | None, tp: int) -> Check:
             outlined = not recipe.from_quantized and not has_weights(recipe.model)
             source = models.Source.outline(recipe.model) if outlined else None
             plan = make_plan(recipe, source=source, strict=False)
-        problem = devices.devices_problem(plan, tp)
+        problem = plan.devices_problem(tp)
     except UserError as error:
         return Check("devices", False, str(error))
     return Check("devices", problem is None, problem or f"the model can be split over {tp}")

@@ -245,13 +245,14 @@ def _taught(vlm: VLM, data: TrainingData, recipe: Recipe, work: WorkFolder, prog
     return origin
 
 
+@torch.no_grad()
 def _said(vlm: VLM, data: TrainingData, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
     """The teacher's targets for the samples of a part: `NUMBER/KIND` -> tensor."""
     tensors = dict[str, Tensor]()
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        said = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
+        said = teacher_targets(distillation.whole_logits(vlm, batches[index]))
         if said["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: the model's logits hold NaN, so it cannot be a teacher; check "
@@ -270,6 +271,10 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
         raise UserError(
             f"{source} gives {count} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
+        )
+    if not apart(samples)[1]:
+        raise UserError(
+            f"{source}: its {len(samples)} samples show too few images to hold some of these out; give questions about more"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import html, plots, words
+from vlmcompress.evaluation.report.document import Lines, Plots, Section, Table, note, verdict_cell
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save_files
@@ -127,34 +128,32 @@ def page(data: Mapping[str, Any]) -> str:
         )
         legend += " The question mark is the winner on questions that the search never saw." if confirmed else ""
         title = "Difference in accuracy, points"
-        sections.append(html.section("", "", {"kind": "plots", "plots": [(title, plot)]}, html.note(legend)))
+        sections.append(Section("", [Plots([(title, plot)]), Lines([legend], "legend")]))
     columns = ("gain", "questions", "difference", "chance", "why")
     rows = []
     for row in data["candidates"]:
         name = f"{numbers[row['name']]} {row['name']}" if row["name"] in numbers else row["name"]
         rows.append((name, *(str(_row(row)[column]) for column in columns)))
-    note = (
+    gains = (
         f"Gains are {data['gains']}, and times the original's; ~ marks those that are modelled alone. Chance: that other "
         "questions confirm the floor."
     )
     head = ["candidate", "gain", "questions", "difference, points", "chance", "why it lost"]
     winners = [number for number, row in enumerate(data["candidates"]) if row["winner"]]
-    sections.append(
-        html.section("", "Candidates", html.note(note), html.table(head, rows, look="cards", strong=winners))
-    )
+    sections.append(Section("Candidates", [note(gains), Table(head, rows, "cards", winners)]))
     if left_out := data["left_out"]:
         lines = [f"{name}: {why}" for name, why in left_out.items()]
-        sections.append(html.section("", "Left out", {"kind": "list", "lines": lines}))
+        sections.append(Section("Left out", [Lines(lines, "list")]))
     where = f", on {data['target']}" if data["target"] else ""
-    heading = Markup("{} {}").format(data["model"], html.pill(confirmed["verdict"])) if confirmed else data["model"]
-    return html.fill_page(
-        title=f"Search on {data['model']}",
-        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
+    heading = Markup("{} {}").format(data["model"], verdict_cell(confirmed["verdict"])) if confirmed else data["model"]
+    return html.page(
+        f"Search on {data['model']}",
+        [headline(data), *verdict(data)],
+        sections,
         heading=heading,
+        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
         verdict=confirmed["verdict"] if confirmed else None,
-        headline=[headline(data), *verdict(data)],
         notes=notes(data),
-        sections=sections,
     )
 
 

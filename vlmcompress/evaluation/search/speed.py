@@ -19,8 +19,7 @@ from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
 from vlmcompress.numerics import label
-from vlmcompress.quantization.plan import roofline
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan, roofline
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.reduction.visual_count import Pictures, per_block
 from vlmcompress.utils.errors import UserError
