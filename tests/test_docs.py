@@ -236,11 +236,11 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
         ("earlier", "mlx"),
-        ("bench_reducers", "reducers"),
+        ("earlier", "reducers"),
         ("earlier", "joint"),
         ("earlier", "serving"),
-        ("simulate_statistics", "statistics"),
-        ("simulate_statistics", "images"),
+        ("earlier", "statistics"),
+        ("earlier", "images"),
         ("earlier", "full_size"),
         ("earlier", "full_width"),
         ("earlier", "peers"),
@@ -255,7 +255,7 @@ def test_readme_has_every_machine_with_its_scheme():
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    several = script == "earlier" or section in ("images", "boxes", "pages", "clips")
+    several = script == "earlier" or section in ("boxes", "pages", "clips")
     flags = {"overview": ["--overview"]}.get(section, [section] * several)
     *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)

@@ -66,9 +66,10 @@ RETIRED_FLAGS = {
     "--vision-attention": "leave it out",
     "--hidden": "leave it out, a scorer is 64 wide",
     "--rank": "leave it out, adapters have rank 8",
-    "--shard-size": "leave it out; for quantize, --set shard_size=SIZE",
     "--top": "the table has the worst layers, --json has all",
     "--sizes": "give --data with images of the size that you want",
+    "--speed": "leave it out, as speed is measured where the target is this machine",
+    "--shard-size": "files have at most 5 GB; vlmcompress quantize takes --set shard_size=SIZE",
     "--no-warm": "leave it out, as all runs are without caches",
 }
 
