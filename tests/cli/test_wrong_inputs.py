@@ -223,7 +223,7 @@ export ct --format modelopt -o new: ModelOpt
 export ct --format compressed-tensors -o new: compressed-tensors
 export ct --format awq -o ct: ct
 export {DEMO} -o new: quantized
-export ct --format awq -o new --shard-size many: shard_size many
+export ct --format awq -o new --shard-size 1GB: --shard-size shard_size
 check llava --question q: --image-size
 {TOKENS} --image-size 1024x: 1024x WIDTHxHEIGHT
 {TOKENS} --image-size 99999x99999: Mpx
