@@ -122,7 +122,7 @@ class Merging(Early):
         super().__init__(vlm, chosen)
 
     def _hook(self) -> None:
-        self._encoder, self._merged = {}, []
+        self._encoder = {}
         self._layers = EncoderHooks(self.vlm, self._start)
         self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
@@ -150,8 +150,7 @@ class Merging(Early):
         """Hook before the projector: record which patches of each unit were merged into one row."""
         if self._layers.merger is None:
             return
-        self._merged = self._layers.merger.merged
-        pairs = zip(self._units(), self._merged, strict=True)
+        pairs = zip(self._units(), self._layers.merger.merged, strict=True)
         self.reduced_units = [unit.reduced(reduction) for unit, reduction in pairs]
 
     def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
