@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text
-from vlmcompress.cli._planned import plan_data, plan_text
+from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text, plan_data, plan_text
 from vlmcompress.export import readers
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
-from vlmcompress.cli._planned import devices_text, plan_data, plan_text
+from vlmcompress.cli._outcome import OK, Outcome, devices_text, evaluation_command, plan_data, plan_text, written_text
 from vlmcompress.export import readers
 from vlmcompress.utils import distributed, folders, hub, json_files, model_folder
 from vlmcompress.utils.errors import UserError

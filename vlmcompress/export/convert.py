@@ -18,7 +18,9 @@ from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.stored import Stored
 from vlmcompress.export.write import Checkpoint, OutputTensor, cast_entry, write
+from vlmcompress.models import Source
 from vlmcompress.models.layer_names import Layers
+from vlmcompress.numerics import label
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import folders, model_folder
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -32,7 +34,6 @@ def convert(
     format: str,
     *,
     mmproj: Literal["q8_0", "f16"] | None = None,
-    shard_size: str = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
@@ -43,7 +44,6 @@ def convert(
         out: folder to write; it is complete or absent.
         format: name of a module in `vlmcompress.export.formats`.
         mmproj: see `Recipe`.
-        shard_size: largest weight file.
         overwrite: replace an existing `out` of ours once the new one is complete.
         progress: called with (bytes written, total bytes).
 
@@ -97,7 +97,6 @@ def convert(
         layers=layers,
         config=config,
         manifest=record,
-        shard_size=shard_size,
         mmproj=mmproj,
     )
     with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
@@ -165,3 +164,30 @@ def _record(stored: Stored, keys: Mapping[str, Any]) -> dict[str, Any]:
     recipe = {"model": str(stored.path), "scheme": "converted", "seed": None, **keys}
     record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
     return record | {"size": {"weights_before": total}, "converted": converted}
+
+
+def dequantized_outline(path: Path) -> Source:
+    """The 16-bit model that `write_dequantized` would write, from headers alone.
+
+    FP8 has 3 bits of mantissa, so that its error adds little to that of a second rounding to 4 bits or fewer. Integers of few
+    bits have larger errors and are refused with a `UserError`.
+    """
+    with models.quiet_transformers():
+        stored = Stored.of(path)
+    for scheme in dict.fromkeys(stored.schemes.values()):
+        if scheme.weights.kind != "float" or scheme.weights.bits != 8:
+            raise UserError(
+                f"{path} holds weights in {label(scheme)}, but --from-quantized takes only FP8, as rounding codes of few bits "
+                "again costs too much; give the 16-bit original"
+            )
+    stored.require_scales()
+    specs = {tensor.name: tensor.spec for tensor in written_tensors(stored, FORMATS.get("bf16"))}
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    names = models.written_names(stored.names, stored.spec)
+    return Source(path, config, stored.spec, stored.meta_model, specs, names, headers=False)
+
+
+def write_dequantized(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:
+    """Write the 16-bit model of an FP8 checkpoint to the folder `out`, replacing an earlier one."""
+    convert(path, out, "bf16", overwrite=True, progress=progress)
+    return Source.of(out)

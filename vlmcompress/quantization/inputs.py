@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.export import adapter, dequantized, rotate
+from vlmcompress.export import adapter, rotate
+from vlmcompress.export.convert import write_dequantized
 from vlmcompress.models import VLM, Source
 from vlmcompress.models.data import Reading, encode_usable, load_mixed, provenance, video
 from vlmcompress.models.data.provenance import data_notes, token_counts
@@ -245,7 +246,7 @@ def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Sourc
 
     source = None
     if recipe.from_quantized:
-        source = derived("dequantized", "dequantizing", functools.partial(dequantized.write_dequantized, recipe.model))
+        source = derived("dequantized", "dequantizing", functools.partial(write_dequantized, recipe.model))
     if recipe.adapter:
         base = source or Source.of(recipe.model)
         merge = functools.partial(adapter.write_merged, base, recipe.adapter, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from vlmcompress.evaluation.speed import client, counters, serving
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.prompts import open_prompts
 from vlmcompress.evaluation.speed.runs import run
-from vlmcompress.export import launch, readers
 from vlmcompress.utils.errors import UserError
 
 MODEL = Path("eval/demo/demo-llava")
@@ -82,12 +80,6 @@ def test_caches_show_in_the_counters(quick_engines, monkeypatch) -> None:
         cache = counters.cache_config(running)
         assert cache["enable_prefix_caching"] == "True"
         assert int(cache["kv_cache_size_tokens"]) * 2048 == int(cache["kv_cache_memory_bytes"])
-        output = {name for name, _, _ in counters.metrics(running)}
-        dashboard = launch.render_launch_files(readers.gather_facts({}, running.name))["grafana.json"]
-        queried = {name for name in re.findall(r"vllm:\w+", dashboard)}
-        assert len(queried) > 20 and queried <= output, f"the dashboard asks for {sorted(queried - output)}"
-        chosen = [labels["model_name"] for name, labels, _ in counters.metrics(running) if name in queried]
-        assert set(chosen) == {running.name}
     with pytest.raises(UserError, match="demo-llava has ended"):
         counters.counters(running)
     outcomes, _ = serving.burst(plan, "candidate", running, 0, lambda *_: None)

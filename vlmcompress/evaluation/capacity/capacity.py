@@ -30,6 +30,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.visual_count import Counted, CountRule, Pictures, kept_tokens
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size
 
@@ -118,6 +119,11 @@ class Capacity:
     head_token_bytes: int = 0
 
     @property
+    def model_name(self) -> str:
+        """The model's display name."""
+        return hub.display_path(self.model.path)
+
+    @property
     def served(self) -> str:
         """Name of the served load: that with the reducer, if there is one."""
         return list(self.loads)[-1]
@@ -145,14 +151,12 @@ class Capacity:
         return min(fitting, key=lambda row: row.device, default=None)
 
 
-def plan_capacity(
-    model: ServedModel, request: CapacityRequest, rows: bool = True, formats: Sequence[Weights] | None = None
-) -> Capacity:
+def plan_capacity(model: ServedModel, request: CapacityRequest, formats: Sequence[Weights] | None = None) -> Capacity:
     """Compute the plan. Raises `UserError` for an impossible request, e.g. too long a context or an indivisible number of
     heads.
 
     Args:
-        rows: False: only loads, no formats. `formats`: the formats of rows; None: all formats of schemes.
+        formats: the formats of rows; None: all formats of schemes.
     """
     if problem := served_model.tp_problem_message(model.decoder, request.tp):
         raise UserError(problem)
@@ -212,8 +216,6 @@ def plan_capacity(
         speculation=speculation,
         head_token_bytes=sum(layer.token_bytes for layer in head_layers),
     )
-    if not rows:
-        return capacity
     formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
     return replace(capacity, rows=tuple(_row(capacity, weights) for weights in formats))
 

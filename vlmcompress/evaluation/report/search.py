@@ -19,7 +19,6 @@ GAINS = {
     "throughput": "the requests a second",
     "ttft": "as short a time to the first token",
     "memory": "less memory for weights and cache",
-    "cost": "cheaper requests",
 }
 ROWS = 12  # candidates in the text
 
@@ -45,7 +44,6 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "gain": times(row["gain"]) + ("~" if row["rough"] else ""),
         "questions": row["questions"] or "",
         "difference": change,
-        "divergence": "" if row["divergence"] is None else f"{row['divergence']:.4f}",
         "chance": f"{100 * row['chance']:.0f}%",
         "why": "winner" if row["winner"] else row["why"],
     }
@@ -106,13 +104,12 @@ def page(data: Mapping[str, Any]) -> str:
     numbers = {row["name"]: number for number, row in enumerate(tried, start=1)}
     sections = []
     if tried:
-        front = plots.undominated([(row["gain"], row["believed"]) for row in tried])
+        front = plots.undominated([(row["gain"], row["difference"]) for row in tried])
         dots = [
             {
                 "number": numbers[row["name"]],
-                **{key: row[key] for key in ("name", "gain", "low", "high")},
-                "difference": row["believed"],
-                "tone": "mark" if (row["gain"], row["believed"]) in front else "even",
+                **{key: row[key] for key in ("name", "gain", "difference", "low", "high")},
+                "tone": "mark" if (row["gain"], row["difference"]) in front else "even",
                 "strong": row["winner"],
             }
             for row in tried
@@ -125,14 +122,14 @@ def page(data: Mapping[str, Any]) -> str:
         label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {best}"
         plot = plots.scatter(dots, goal, data["max_drop"], label)
         legend = (
-            "Numbers are those of the table. A dot is a candidate that was asked questions; where the answers are few, its "
-            "height is what is believed of it. Bars are 95% intervals of its own answers. The ring is the winner; filled: no "
-            "other candidate gains as much and is believed to lose less; the shaded region is below the floor."
+            "Numbers are those of the table. A dot is a candidate that was asked questions, with the 95% interval of its "
+            "loss. The ring is the winner; filled: no other candidate gains as much and lost less; the shaded region is below "
+            "the floor."
         )
         legend += " The question mark is the winner on questions that the search never saw." if confirmed else ""
         title = "Difference in accuracy, points"
         sections.append(Section("", [Plots([(title, plot)]), Lines([legend], "legend")]))
-    columns = ("gain", "questions", "difference", "divergence", "chance", "why")
+    columns = ("gain", "questions", "difference", "chance", "why")
     rows = []
     for row in data["candidates"]:
         name = f"{numbers[row['name']]} {row['name']}" if row["name"] in numbers else row["name"]
@@ -141,7 +138,7 @@ def page(data: Mapping[str, Any]) -> str:
         f"Gains are {data['gains']}, and times the original's; ~ marks those that are modelled alone. Chance: that other "
         "questions confirm the floor."
     )
-    head = ["candidate", "gain", "questions", "difference, points", "KL of the first token", "chance", "why it lost"]
+    head = ["candidate", "gain", "questions", "difference, points", "chance", "why it lost"]
     winners = [number for number, row in enumerate(data["candidates"]) if row["winner"]]
     sections.append(Section("Candidates", [note(gains), Table(head, rows, "cards", winners)]))
     if left_out := data["left_out"]:

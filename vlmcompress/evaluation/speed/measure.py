@@ -19,7 +19,6 @@ from statistics import fmean, median, stdev
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtrit
 
 from vlmcompress.evaluation.results import LoadRun, Ratio
 from vlmcompress.evaluation.speed.client import Outcome
@@ -154,6 +153,8 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """The 95% interval of the ratio, from those of the repeats; None for one repeat, or if one is 0 or infinite."""
     if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
         return None
+    from scipy.special import stdtrit  # a part of the extra `eval`; this file is imported without it
+
     logs = [math.log(ratio) for ratio in ratios]
     # Ratios are multiplicative, so the t interval is of their logarithms, and its ends are exponentials.
     reach = stdtrit(len(logs) - 1, 0.975) * stdev(logs) / math.sqrt(len(logs))

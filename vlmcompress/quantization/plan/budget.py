@@ -20,7 +20,7 @@ from vlmcompress.quantization.plan.problems import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.allocation import RULES, Key
-from vlmcompress.recipe.bits import DEFAULT, NAMED
+from vlmcompress.recipe.recipe import NAMED_WIDTHS, WIDTHS
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_headers import Spec
@@ -31,14 +31,14 @@ def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
     target = targets.get_target(recipe.target) if recipe.target else None
-    among: tuple[int | str, ...] = recipe.bits.among or DEFAULT
+    among: tuple[int | str, ...] = recipe.bits.among or WIDTHS
     if target and not recipe.bits.among:
         # Those that the target runs, and its 8-bit scheme where it runs no 8-bit weights with 16-bit activations.
         among = tuple(
-            bits for bits in DEFAULT if not target.format_problem(targets.format_key(_method(recipe, bits).scheme))
+            bits for bits in WIDTHS if not target.format_problem(targets.format_key(_method(recipe, bits).scheme))
         )
         wide = target.schemes["throughput"]
-        among = among if 8 in among or wide not in NAMED else (*among, wide)
+        among = among if 8 in among or wide not in NAMED_WIDTHS else (*among, wide)
     table = {str(width): _method(recipe, width) for width in among}
     for name, method in table.items():
         if target and (reason := target.format_problem(targets.format_key(method.scheme))):

@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition, served_model
-from vlmcompress.export import dequantized
+from vlmcompress.export.convert import dequantized_outline
 from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.write import output_specs
 from vlmcompress.models import Group, Source, stream
@@ -381,7 +381,7 @@ def read_source(recipe: Recipe) -> Source:
     if recipe.from_quantized:
         if recipe.rotate:
             raise UserError("rotate needs a 16-bit source; leave out from_quantized, or convert it with --format bf16")
-        return dequantized.outline(path)
+        return dequantized_outline(path)
     models.spec_for(models.read_config(path, weights=False))  # check the family first, also without weights
     models.require_unquantized(path, models.read_config(path))  # its tensors don't fit into the unquantized model
     return Source.of(path)

@@ -77,9 +77,8 @@ def experts(plan: Plan) -> Iterator[str]:
         return
     needs = plan.method.needs
     if "block_scales" in needs.searches:
-        objective = getattr(plan.method.options, "objective", None)
         yield (
-            f"objective '{objective}' runs llm-compressor's search, which cannot follow tokens to "
+            f"scheme '{plan.recipe.scheme}' as published runs llm-compressor's search, which cannot follow tokens to "
             "experts; use --set options.objective=gram"
         )
 
@@ -172,7 +171,8 @@ def something_to_write(plan: Plan) -> Iterator[str]:
 def matrices_of_the_vocabulary(plan: Plan) -> Iterator[str]:
     """Whether head and embedding can be quantized as in the recipe."""
     recipe, source = plan.recipe, plan.source
-    quantized = [key for key in ("head", "embeddings") if getattr(recipe, key) != "bf16"]
+    formats_of = {"head": recipe.head, "embeddings": recipe.embeddings}
+    quantized = [key for key, name in formats_of.items() if name != "bf16"]
     if quantized and source.spec.engine.head_shares and recipe.engine == "vllm":
         yield (
             f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
