@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> Outcome:
     sizes = [parse_pixels(text, "--image-size", most=999_999_999) for text in args.image_size]
     if args.question and not sizes:
         raise UserError("--question is a part of a prompt with images; give their --image-size")
+    # MODEL with flags about its prompts is a question about tokens, MODEL alone one about its family; all else is a recipe.
     if not args.recipe and not args.set and "model" in keys:
         if sizes and keys <= {"model", "reduce", "kv_cache"}:
             data, text = _tokens(args, sizes, args.model, getattr(args, "kv_cache", None))
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> Outcome:
     _process.import_transformers()
     from vlmcompress.quantization.plan.examine import engine_of, examine
 
+    # `examine` raises for no problem of the recipe: each becomes a line, and if there is none, the plan follows.
     engine = args.engine or engine_of(recipe)
     examined = examine(recipe, engine)
     results = examined.findings
