@@ -139,22 +139,6 @@ def test_every_package_is_described():
     assert packages == set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
 
 
-CONTRACTS = {
-    "quantization/schemes": "Options SCHEME",
-    "reduction/methods": "REDUCER",
-    "engines/vllm/plugin": "ARCHITECTURE SIGNALS VIDEOS COUNTED",
-    "export/formats": "FORMAT",
-    "cli": "GROUP PLACE PASSES_ON options run",
-}
-"""Plug folder -> the names that its docstring defines, one at the beginning of a line."""
-
-
-@pytest.mark.parametrize("folder", CONTRACTS)
-def test_each_name_of_a_contract_begins_a_line(folder):
-    text = ast.get_docstring(ast.parse((ROOT / "vlmcompress" / folder / "__init__.py").read_text()))
-    assert re.findall(r"^    (?:def )?(\w+)", text, re.MULTILINE) == CONTRACTS[folder].split()
-
-
 def test_files_of_the_walks_exist():
     """docs/architecture.md: at most twelve stations a walk, each with a file and a name that is defined in it."""
     _, _, text = TEXTS["docs/architecture.md"].partition("\n## Three walks\n")

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.export.manifest import MANIFEST
     from vlmcompress.recipe import resolve
 
+    # What can be refused by names and headers is refused before transformers is imported, which takes seconds.
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     recipe, count = resolved.recipe, _flags.devices(args)
@@ -90,6 +91,7 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     in_vllm = (
         not other and recipe.get("engine", "vllm") == "vllm" and readers.engine_support("vllm", facts).reason is None
     )
+    # The original runs in transformers where the checkpoint's engine has no class for it, or does not read its format.
     engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
     compare = evaluation_command(out, model, engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"

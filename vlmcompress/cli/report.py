@@ -32,19 +32,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Write the page, or print errors. The exit code is 0 even for a failed gate; `eval` returns the gate's code."""
     if args.errors:
-        return _errors(args)
+        if len(args.runs) > 2:
+            raise UserError(f"--errors compares two checkpoints, not {len(args.runs)}; give one or two")
+        from vlmcompress.evaluation.report import layers
+
+        checkpoints = [layers.read_errors(Path(folder)) for folder in args.runs]
+        return OK, {"ok": True, **layers.errors_json(*checkpoints)}, layers.errors_text(*checkpoints)
     from vlmcompress.evaluation.report import comparison
 
     files, tables = comparison.write_comparison(args.runs, args.out, overwrite=args.overwrite)
     data = {"ok": True, "files": {kind: str(path) for kind, path in files.items()}}
     return OK, data, f"{tables}\nWrote {files['html']} ({', '.join(path.name for path in files.values())})."
-
-
-def _errors(args: argparse.Namespace) -> Outcome:
-    """Print the errors of the layers of one checkpoint, or what changed from it to a second."""
-    if len(args.runs) > 2:
-        raise UserError(f"--errors compares two checkpoints, not {len(args.runs)}; give one or two")
-    from vlmcompress.evaluation.report import layers
-
-    checkpoints = [layers.read_errors(Path(folder)) for folder in args.runs]
-    return OK, {"ok": True, **layers.errors_json(*checkpoints)}, layers.errors_text(*checkpoints)

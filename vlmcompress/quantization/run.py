@@ -57,7 +57,6 @@ from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.methods import TokenCounter
 from vlmcompress.utils import distributed, folders, model_folder
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
-from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.text import size
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
@@ -397,9 +396,8 @@ def _quantized_layers(run: Run, errors: dict[str, dict[str, float]]) -> Mapping[
         parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
     embedding = models.embedding_name(model)
     if scheme := plan.schemes.get(embedding):
-        nearest = SCHEMES.get("rtn")
         bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
-        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
+        method = QuantMethod.named("rtn", bits=bits, group_size=group, symmetric=symmetric)
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
     return ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
 

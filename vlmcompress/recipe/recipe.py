@@ -355,8 +355,8 @@ def resolve(
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
     if recipe.target and strict:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts)
-        targets.require_scheme(recipe.target, *formats)
+        for problem in targets.target_problems(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.parts):
+            raise UserError(problem)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
     if is_adapter(model) and adapter is None:

@@ -56,9 +56,9 @@ def test_headline_of_one_that_passes() -> None:
     rows = comparison.summarise(
         [make_results("good"), make_results("bad", gate=None, suites=[make_suite(outcome="broken")])]
     )
-    passed, failed, best = comparison.headline(rows)
+    passed, failed, smallest, fastest = comparison.headline(rows)
     assert (passed, failed) == ("1 of 1 candidate passes gate default.", "0 of 1 candidate passes a margin of 1 point.")
-    assert best.startswith("good: 1.96x smaller, 1.")
+    assert smallest == "Smallest of those: good, 1.96x smaller." and fastest.startswith("Fastest of those: good, 1.")
 
 
 def test_passes_of_several_margins_are_counted_apart() -> None:

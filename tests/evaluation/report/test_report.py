@@ -123,12 +123,6 @@ def test_one_table_in_three_renderings(name: str) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
 
 
-def test_markdown_fits_a_summary() -> None:
-    families = {f"family {i} {'x' * 2000}": comparison("family") for i in range(100)}
-    text = markdown(Findings(make_results(suites=[make_suite(families=families)])))
-    assert len(text.encode()) < 64_000 and "The rest did not fit" in text and text.startswith("# demo-awq")
-
-
 def test_junit_of_a_gate() -> None:
     rules = [
         GateRule(name="size", verdict="pass", value="0.5x", limit="0.6x"),

@@ -152,17 +152,17 @@ MADE = Provenance(
 def test_how_it_was_made() -> None:
     rows = dict(provenance_rows(Side(name="c", path="c", reducer="dart:0.5", made=MADE)))
     assert rows == {
-        "original": "demo (llava)",
-        "scheme": "gptq, bits 4, symmetric yes, clip none",
+        "original": "demo",
+        "family": "llava",
+        "scheme": "gptq",
+        "options": "bits 4, symmetric yes",
         "stored as": "weights INT4 group 128, activations 16 bit",
-        "vision tower": "16 bit, as it was",
-        "KV cache": "16 bit",
+        "vision tower": "bf16",
         "visual-token reducer": "dart:0.5",
-        "calibration data": "1,200 samples of c.parquet; 1,100 different images; 9 text, 90 vision tokens; "
-        "seen after quantized blocks",
+        "calibration data": "source c.parquet, samples 1200, images 1100, tokens text 9, vision 90, prefix quantized",
         "seed": "3",
         "made with": "vlmcompress 0.1.0",
-        "warning": "something was damped",
+        "warnings": "something was damped",
     }
     bare = dict(provenance_rows(Side(name="c", path="c", made=Provenance(scheme="rtn"))))
     assert bare["calibration data"].startswith("none") and "visual-token reducer" not in bare

@@ -109,9 +109,7 @@ def summarise(runs: Sequence[Results]) -> list[Row]:
         findings = Findings(run)
         speed_of, speed = findings.main_speed or ("", None)
         margins = [words.margin(share) for share in sorted({suite.overall.margin for suite in run.suites})]
-        limit = (
-            f"a margin of {margins[0]}" if len(margins) == 1 else f"margins of {' and '.join(margins)}" * bool(margins)
-        )
+        limit = f"a margin of {' and '.join(margins)}" * bool(margins)
         rows.append(
             Row(
                 name=name,
@@ -147,17 +145,11 @@ def headline(rows: Sequence[Row]) -> list[str]:
             f"{len(passed)} of {len(held)} {'candidates pass' if len(held) > 1 else 'candidate passes'} {limit}."
         )
     # Small and fast count among those alone that kept their accuracy; without a verdict nothing else is known.
-    eligible = kept if judged else rows
-    if len(eligible) == 1:
-        (only,) = eligible
-        gains = [(only.smaller, "smaller"), (only.faster if only.speed_differs else None, "faster")]
-        text = ", ".join(f"{times(gain)} {what}" for gain, what in gains if gain)
-        return [*lines, f"{only.name}: {text}."] if text else lines
     for what, most in (("smaller", "Smallest"), ("faster", "Fastest")):
-        measured = [row for row in eligible if getattr(row, what) and (what == "smaller" or row.speed_differs)]
-        if measured:
+        measured = [row for row in (kept if judged else rows) if getattr(row, what)]
+        if measured := [row for row in measured if what == "smaller" or row.speed_differs]:
             best = max(measured, key=lambda row: getattr(row, what))
-            lines.append(f"{most}{' of those' if judged else ''}: {best.name}, {times(getattr(best, what))} {what}.")
+            lines.append(f"{most}{' of those' * bool(judged)}: {best.name}, {times(getattr(best, what))} {what}.")
     return lines
 
 

@@ -10,7 +10,7 @@ compensates for doubling another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -50,23 +50,6 @@ class LayerErrors:
         return f"{manifest.measured_text(self.basis)}, after {prefix} blocks"
 
 
-@dataclass(frozen=True)
-class Change:
-    """The errors of one kind in two checkpoints, over the layers that both have.
-
-    Attributes:
-        before, after: mean error of the first and of the other.
-        ratio: geometric mean of after / before; below 1 the other is closer to the original. None if an error is zero.
-        better, worse: layers in which the other's error is smaller, and larger.
-    """
-
-    before: float
-    after: float
-    ratio: float | None
-    better: int
-    worse: int
-
-
 def read_errors(folder: Path) -> LayerErrors:
     """Read the errors that a checkpoint's manifest records.
 
@@ -84,8 +67,12 @@ def read_errors(folder: Path) -> LayerErrors:
     return LayerErrors(folder.resolve().name, errors, basis, tuple(content["warnings"]), content["model"])
 
 
-def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]:
-    """Compare two checkpoints: kind -> change of the errors.
+def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, dict[str, Any]]:
+    """Compare two checkpoints: kind -> change of the errors over the layers that both have.
+
+    A change has the mean error `before` and `after`; the geometric mean `ratio` of after / before, below 1 if the other is
+    closer to the original, None if all are zero; and in how many layers the other's error is smaller (`better`) and larger
+    (`worse`).
 
     Raises:
         UserError: they are of models of two families, or have no layer or no kind of error in common.
@@ -107,13 +94,13 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, Change]
         pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in common if kind in before.errors[n]]
         # The geometric mean, as errors of layers span decades and their ratios are what is compared.
         ratios = [b / a for a, b in pairs if a and b]
-        changes[kind] = Change(
-            fmean(a for a, _ in pairs),
-            fmean(b for _, b in pairs),
-            geometric_mean(ratios) if ratios else None,
-            sum(b < a for a, b in pairs),
-            sum(b > a for a, b in pairs),
-        )
+        changes[kind] = {
+            "before": fmean(a for a, _ in pairs),
+            "after": fmean(b for _, b in pairs),
+            "ratio": geometric_mean(ratios) if ratios else None,
+            "better": sum(b < a for a, b in pairs),
+            "worse": sum(b > a for a, b in pairs),
+        }
     return changes
 
 
@@ -149,9 +136,9 @@ def errors_json(*checkpoints: LayerErrors) -> dict[str, Any]:
         }
         for c in checkpoints
     ]
-    data = {"checkpoints": described, "layers": layers}
+    data: dict[str, Any] = {"checkpoints": described, "layers": layers}
     if len(checkpoints) == 2:
-        data["change"] = {kind: asdict(change) for kind, change in compare_errors(*checkpoints).items()}
+        data["change"] = compare_errors(*checkpoints)
         data["differences"] = comparison_problems(*checkpoints)
     return data
 
@@ -166,8 +153,8 @@ def errors_text(*checkpoints: LayerErrors) -> str:
     else:
         changes = compare_errors(*checkpoints).values()
         # The factor of the mean is that layer by layer: a few large layers would decide the ratio of the means.
-        rows.append(("mean of all", *(_cell([c.before, c.after], c.ratio) for c in changes)))
-        rows.append(("better, worse layers", *(f"{c.better}, {c.worse}" for c in changes)))
+        rows.append(("mean of all", *(_cell([c["before"], c["after"]], c["ratio"]) for c in changes)))
+        rows.append(("better, worse layers", *(f"{c['better']}, {c['worse']}" for c in changes)))
         notes += [f"Note: {line}." for line in comparison_problems(*checkpoints)]
     for layer in layers[:LAYERS]:
         errors = [[checkpoint.errors.get(layer, {}).get(kind) for checkpoint in checkpoints] for kind in kinds]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from vlmcompress.evaluation.accuracy.compare import changed_answers
 from vlmcompress.evaluation.accuracy.grounding import METRICS
@@ -69,7 +69,7 @@ def measured(findings: Findings) -> list[Section]:
             ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
         ]
     if memory:
-        sections.append(Section("Memory", [Table(["", "baseline", "candidate"], memory)], "memory"))
+        sections.append(Section("Memory", [Table(["", "baseline", "candidate"], memory, "short")], "memory"))
     return sections
 
 
@@ -235,38 +235,46 @@ def _examples(findings: Findings) -> list[Part]:
     return [note(counts), Examples(examples)]
 
 
+_MADE = {
+    "source": "original",
+    "family": "family",
+    "scheme": "scheme",
+    "options": "options",
+    "formats": "stored as",
+    "bits": "bits per weight",
+    "vision": "vision tower",
+    "kv_cache": "KV cache",
+    "skip": "layers left in 16 bits",
+    "resize": "images made smaller",
+    "calibration": "calibration data",
+    "seed": "seed",
+    "versions": "made with",
+    "warnings": "warnings",
+}
+
+
 def provenance_rows(side: Side) -> list[tuple[str, str]]:
-    """A checkpoint's provenance as rows (what, how); empty if unknown."""
-    stored = side.made.reducer if side.made else ""
-    attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != stored)
-    reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")
-    if (facts := side.made) is None:
-        return [reducer] if side.reducer else []
-    options = []
-    for name, value in facts.options.items():
-        text = {True: "yes", False: "no", None: "none"}.get(value) if isinstance(value, bool | None) else str(value)
-        options.append(f"{name} {json.dumps(value) if isinstance(value, list | dict) else text}")
-    calibration = "none: each weight was rounded on its own"
-    if data := facts.calibration:
-        parts = [f"{data.samples:,} samples of {data.source}"]
-        parts += [] if data.images is None else [f"{data.images:,} different images"]
-        parts += [f"{data.text:,} of the samples are text alone, from {data.text_source}"] if data.text else []
-        tokens = ", ".join(f"{count:,} {kind}" for kind, count in data.tokens.items())
-        parts += [f"{tokens} tokens"] if tokens else []
-        state = {"float": "unquantized", "quantized": "quantized"}.get(data.prefix or "")
-        calibration = "; ".join([*parts, *[f"seen after {state} blocks"] * bool(state)])
-    table = [
-        ("original", facts.source + f" ({facts.family})" * bool(facts.family)),
-        ("scheme", ", ".join([facts.scheme, *options])),
-        ("stored as", "; ".join(facts.formats) or "weights as they were"),
-        ("bits per weight", f"{facts.bits:g} with scales, split among groups of layers" if facts.bits else ""),
-        ("vision tower", {"bf16": "16 bit, as it was"}.get(facts.vision, facts.vision)),
-        ("KV cache", facts.kv_cache or "16 bit"),
-        ("layers left in 16 bits", ", ".join(facts.skip)),
-        ("images made smaller", facts.resize),
-        reducer,
-        ("calibration data", calibration),
-        ("seed", "" if facts.seed is None else str(facts.seed)),
-        ("made with", ", ".join(f"{package} {version}" for package, version in facts.versions.items())),
-    ]
-    return [row for row in table if row[1]] + [("warning", line) for line in facts.warnings]
+    """A checkpoint's provenance as rows (what, how), without what is unset; empty if unknown."""
+    facts = side.made.model_dump() if side.made else {}
+    facts |= (
+        {"calibration": {key: value for key, value in (facts.get("calibration") or {}).items() if value}}
+        if facts
+        else {}
+    )
+    rows = [(what, _text(facts[name])) for name, what in _MADE.items() if name in facts]
+    if facts and not facts["calibration"]:
+        rows.append(("calibration data", "none: each weight was rounded on its own"))
+    attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != facts.get("reducer", ""))
+    rows.append(("visual-token reducer", side.reducer + attached if side.reducer else ""))
+    return [row for row in rows if row[1]]
+
+
+def _text(value: Any) -> str:
+    """A fact in words; empty for what is unset."""
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_text(item)}" for key, item in value.items() if item not in ("", {}, None)
+        )
+    if isinstance(value, list):
+        return "; ".join(map(_text, value))
+    return {True: "yes", False: "no", None: ""}[value] if isinstance(value, bool | None) else str(value)

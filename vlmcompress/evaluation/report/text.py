@@ -10,7 +10,6 @@ from vlmcompress.evaluation.report.document import Cell, Examples, Lines, Sectio
 from vlmcompress.evaluation.report.findings import Findings
 from vlmcompress.utils.text import table as aligned
 
-LIMIT = 60_000  # bytes of `report.md`, which CI shows as a summary; sections beyond it are left out
 _MARKS = {
     "pass": "\N{WHITE HEAVY CHECK MARK}",
     "fail": "\N{CROSS MARK}",
@@ -47,7 +46,7 @@ def markdown(findings: Findings) -> str:
 
 
 def document(title: str, headline: Sequence[str], notes: Sequence[str], content: Iterable[Section]) -> str:
-    """A Markdown document of at most `LIMIT` bytes."""
+    """A Markdown document."""
     blocks = [f"# {escape(title)}", "  \n".join(map(escape, headline)), *map(escape, notes)]
     for section in content:
         blocks.append(f"## {escape(section.title)}")
@@ -61,14 +60,7 @@ def document(title: str, headline: Sequence[str], notes: Sequence[str], content:
                 blocks.append(
                     ("\n" if part.kind == "list" else "\n\n").join(start + escape(line) for line in part.lines)
                 )
-    kept, size = [], 0
-    for block in blocks:
-        size += len(block.encode()) + 2
-        if size > LIMIT:
-            kept.append("*The rest did not fit; report.html and results.json have all of it.*")
-            break
-        kept.append(block)
-    return "\n\n".join(kept) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def _columns(table: Table) -> list[list[str]]:

@@ -25,6 +25,7 @@ from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import SCHEMES
 
 FEW = "experts with few routed tokens were calibrated on other tokens of their layer as well (--all-experts gives all to each)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
@@ -43,6 +44,12 @@ class QuantMethod:
     options: QuantizerOptions
     others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
     scale_dtype: torch.dtype | None = None
+
+    @classmethod
+    def named(cls, scheme: str, scale_dtype: torch.dtype | None = None, **options: Any) -> QuantMethod:
+        """The method of a scheme's name; options that are not set are the scheme's defaults."""
+        quantizer = SCHEMES.get(scheme)
+        return cls(quantizer, quantizer.OPTIONS(**options), scale_dtype=scale_dtype)
 
     def of(self, group: Group) -> QuantMethod:
         """The method for a group."""

@@ -25,7 +25,6 @@ from vlmcompress.recipe import Recipe, presets
 from vlmcompress.recipe.allocation import Key
 from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_headers import Spec
 
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
@@ -122,8 +121,7 @@ class Plan:
             if choice is not None:
                 scheme, options = choice
                 if repr(choice) not in methods:
-                    quantizer = SCHEMES.get(scheme)
-                    methods[repr(choice)] = QuantMethod(quantizer, quantizer.OPTIONS(**options))
+                    methods[repr(choice)] = QuantMethod.named(scheme, **options)
                 assigned[group.layer, group.name] = methods[repr(choice)]
         return assigned
 
@@ -166,9 +164,10 @@ class Plan:
     @cached_property
     def vision_method(self) -> QuantMethod | None:
         """The method of the vision tower; None: it stays in 16 bits."""
-        quantizer = SCHEMES.get(self.recipe.vision) if self.recipe.vision != "bf16" else None
+        if self.recipe.vision == "bf16":
+            return None
         grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
-        return QuantMethod(quantizer, quantizer.OPTIONS(**grouped)) if quantizer else None
+        return QuantMethod.named(self.recipe.vision, **grouped)
 
     @cached_property
     def vision_candidates(self) -> list[Group]:
@@ -422,8 +421,7 @@ def _head_method(recipe: Recipe, source: Source) -> QuantMethod:
             options["balance"] = {"text": 1.0, "vision": 0.0, "answer": 1.0}
         else:
             name = "rtn"
-    quantizer = SCHEMES.get(name)
-    return QuantMethod(quantizer, quantizer.OPTIONS(**options), scale_dtype=recipe.exporter.SCALES)
+    return QuantMethod.named(name, recipe.exporter.SCALES, **options)
 
 
 def _embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
