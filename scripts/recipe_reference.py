@@ -55,7 +55,7 @@ explained in [quantization](quantization.md), reducers in [visual tokens](visual
 SELECTING = """\
 `keep` is the share of the tokens that stay. Methods that select tokens ({names}) also take `merge`, `none` (the default:
 the others are dropped) or `nearest` (each is averaged into the selected token of highest cosine to it, where that is at
-least `similar`, by default 0.6).
+least 0.6).
 """
 
 
@@ -124,7 +124,7 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
         for bound in dataclasses.fields(cls):
-            shared = issubclass(cls, SelectingReducer) and bound.name in ("merge", "similar")  # `SELECTING` has them
+            shared = issubclass(cls, SelectingReducer) and bound.name == "merge"  # `SELECTING` has them
             if bound.name != "network" and not shared:  # `network`: the content of a file that an option names
                 yield bound.name, _value(bound.default), ""
 

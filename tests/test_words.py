@@ -12,24 +12,8 @@ from tests.kit.places import ROOT
 
 # Names that say how a thing came, not what it is: refused as whole names of variables and parameters.
 VAGUE = {
-    "one",
-    "found",
-    "own",
-    "asked",
-    "given",
-    "known",
-    "more",
-    "how",
-    "wanted",
-    "told",
-    "seen",
-    "shown",
-    "learnt",
-    "behind",
-    "beside",
-    "asks",
-    "worth",
-    "gone",
+    *("one", "found", "own", "asked", "given", "known", "more", "how", "wanted"),
+    *("told", "seen", "shown", "learnt", "behind", "beside", "asks", "worth", "gone"),
 }
 
 # Dialect: refused as a part of any name.

@@ -112,6 +112,7 @@ def evaluate(
     Raises:
         UserError: a checkpoint, suite or data is missing, or the engine fails.
     """
+    # What changes the candidate alone, a reducer or a draft, becomes a part of its engine; below, two engines are compared.
     if reduce:
         chosen = parse_reducer(reduce)
         if engine != "hf":
@@ -149,6 +150,7 @@ def evaluate(
         reading=Reading(columns or {}, skip_bad),
     )
     data_path = Path(data) if data else None
+    # With Ray each worker starts both engines, and questions are shared out among the workers.
     if ray is None:
         return accuracy.evaluate(candidate, baseline, suites, data_path, options)
     with closing(workers.of(ray)) as cluster:

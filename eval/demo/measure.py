@@ -53,10 +53,10 @@ def _pixels(row: dict) -> tuple[int, int]:
     return Image.open(io.BytesIO(row["image"][0])).size if row["image"] else (0, 0)
 
 
-def measure(folder: Path, kind: str, split: str, limit: int | None = None) -> dict:
-    """Measure the accuracy of a checkpoint as it is on disk, overall and by family."""
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    return exact_match(model, AutoProcessor.from_pretrained(folder), load_rows(kind, split)[:limit])
+def measure(folder: Path, rows: list[dict], dtype: torch.dtype | None = None) -> dict:
+    """Measure the accuracy of a checkpoint, overall and by family; `dtype` of the arithmetic: by default the checkpoint's."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype or "auto").eval()
+    return exact_match(model, AutoProcessor.from_pretrained(folder), rows)
 
 
 def exact_match(model, processor, rows: list[dict]) -> dict:

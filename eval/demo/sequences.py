@@ -1,6 +1,5 @@
 """Training and validation sequences: views with question-answer turns, as token ids with labels on the answers only."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -115,9 +114,6 @@ def token_grids(view: View | None) -> list[tuple[int, int]]:
     return [(getattr(i, "rows", 3) * PER_CELL, getattr(i, "columns", 3) * PER_CELL) for i in images_of(view)]
 
 
-Grids = Callable[[View | None], list[tuple[int, int]]]
-
-
 def form_of(question: str) -> str:
     """The wording that a question starts with, which tells the skills within a family apart."""
     words = question.split()
@@ -141,13 +137,8 @@ def turns_about(rng: Random, kind: str, view: View | None, weights: dict[str, fl
     return turns
 
 
-def training_batch(
-    writer: Writer, rng: Random, size: int, weights: dict[str, float], grids_of: Grids = token_grids
-) -> Batch:
-    """Make a batch of fresh views and questions; kinds of views and families are drawn by ``weights``.
-
-    ``grids_of`` tells the sizes of a view's images in visual tokens, where they are to be encoded at another one.
-    """
+def training_batch(writer: Writer, rng: Random, size: int, weights: dict[str, float]) -> Batch:
+    """Make a batch of fresh views and questions; kinds of views and families are drawn by ``weights``."""
     if rng.random() < 0.6 * weights["text"]:  # text-only questions are short: many, alone, make up one batch
         questions: list[tuple[str, str]] = []
         while len(questions) < 6 * size:
@@ -168,7 +159,7 @@ def training_batch(
         family = "object_at" if kind == "scene" else kind
         view = None if kind == "text" else sample_view(rng, family, grid, "train")
         if turns := turns_about(rng, kind, view, weights):
-            sequences.append(writer.write(grids_of(view), turns))
+            sequences.append(writer.write(token_grids(view), turns))
             views.append(view)
     return collate(writer, sequences, views)
 

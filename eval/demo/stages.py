@@ -28,6 +28,10 @@ from .text import build_tokenizer
 from .transfer import adopt
 
 STAGES = ("language", "tower", "joint")
+SHARES = (0.50, 0.10, 0.40)  # of the time, by stage
+RATES = (1e-3, 1.5e-3, 8e-4)  # learning rates, by stage
+CONVERSATIONS = 8  # in a batch
+VALIDATE_EVERY = 150.0  # seconds
 DENSE_WEIGHT = 0.1
 ORACLE_NOISE = 0.15  # share of the oracle tokens' standard deviation, so that the LLM tolerates an inexact tower
 EMA = 0.99  # decay of the joint stage's averaged weights, which are exported
@@ -40,13 +44,7 @@ class Plan:
     kind: str
     minutes: float
     seed: int
-    device: str
-    shares: tuple[float, float, float]
-    rates: tuple[float, float, float]
-    batch: int
-    muon: bool
     donor: Path | None = None  # training folder of the other demo: its language model is the start
-    validate_every: float = 150.0
 
 
 class Trainer:
@@ -62,27 +60,20 @@ class Trainer:
         self.learner.share_geometry(self.tokenizer)
         if plan.donor:
             other = "llava" if plan.kind == "qwen" else "qwen"
-            state = torch.load(plan.donor / "state.pt", map_location="cpu")
+            state = torch.load(plan.donor / "state.pt")
             adopt(self.learner, self.tokenizer, state, build_tokenizer(other))
-        self.learner.to(plan.device)
         self.weights = dict.fromkeys(FAMILIES, 0.5)
         self.stage, self.spent, self.step = 0, 0.0, 0
         self.total = 0.0
         self.ema: dict[str, torch.Tensor] = {}
         self.averaged = 0
         if resume and (folder / "state.pt").exists():
-            state = torch.load(folder / "state.pt", map_location=plan.device)
+            state = torch.load(folder / "state.pt")
             self.learner.load_state_dict(state["learner"])
             self.weights, self.ema = state["weights"], state["ema"]
             self.stage, self.spent, self.step, self.total = state["place"]
         self.rng = Random(f"{plan.seed}/{plan.kind}/{self.step}")
-        self.validation = [self.to_device(b) for b in validation_batches(self.writer, 40)]
-
-    def to_device(self, batch: Batch) -> Batch:
-        for name in ("ids", "labels", "positions", "pixels"):
-            setattr(batch, name, getattr(batch, name).to(self.plan.device))
-        batch.cells = {key: value.to(self.plan.device) for key, value in batch.cells.items()}
-        return batch
+        self.validation = validation_batches(self.writer, 40)
 
     def save(self) -> None:
         place = (self.stage, self.spent, self.step, self.total)
@@ -103,21 +94,19 @@ class Trainer:
 
     def run_stage(self) -> None:
         """Train until the stage's time is over, or (first stage) until every family is learned."""
-        name, share = STAGES[self.stage], self.plan.shares[self.stage]
-        budget = self.plan.minutes * 60 * share
+        name, budget = STAGES[self.stage], self.plan.minutes * 60 * SHARES[self.stage]
         optimizers = self.optimizers(name)
         loss_of: Callable[[Batch], tuple[torch.Tensor, dict]] = getattr(self, f"{name}_loss")
-        batch_size = self.plan.batch
         last, warm = time.monotonic(), 0
-        next_validation = self.spent + self.plan.validate_every
+        next_validation = self.spent + VALIDATE_EVERY
         recent: list[float] = []
         while self.spent < budget:
-            batch = self.to_device(training_batch(self.writer, self.rng, batch_size, self.weights))
+            batch = training_batch(self.writer, self.rng, CONVERSATIONS, self.weights)
             if name == "tower" and not len(batch.pixels):
                 continue
             warm += 1
             scale = min(1.0, warm / 80) * self.decay(name, self.spent / budget)
-            with torch.autocast(self.plan.device, torch.bfloat16, enabled=name != "tower"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=name != "tower"):
                 loss, notes = loss_of(batch)
             self.update(optimizers, loss, scale)
             recent.append(loss.item())
@@ -128,7 +117,7 @@ class Trainer:
                 self.validate(name, sum(recent) / len(recent), notes)
                 self.save()
                 recent = []
-                next_validation = self.spent + self.plan.validate_every
+                next_validation = self.spent + VALIDATE_EVERY
                 if name == "language" and max(self.weights[f] for f in FAMILIES) < 0.08:
                     break
                 last = time.monotonic()
@@ -140,7 +129,7 @@ class Trainer:
         return 1.0 if done <= start else 1.0 - 0.95 * (done - start) / (1 - start)
 
     def optimizers(self, name: str) -> list[torch.optim.Optimizer]:
-        learner, rate = self.learner, self.plan.rates[self.stage]
+        learner, rate = self.learner, RATES[self.stage]
         groups = {
             "language": [*learner.language_parameters(), *learner.oracle.parameters()],
             "tower": [*learner.tower_parameters(), *learner.heads.parameters()],
@@ -150,14 +139,11 @@ class Trainer:
         for key, p in learner.named_parameters():
             if id(p) in chosen:
                 layered = p.ndim == 2 and any(part in key for part in ("layers.", "blocks."))
-                (matrices if layered and self.plan.muon else rest).append(p)
+                (matrices if layered else rest).append(p)
         result: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw"),
         ]
-        if matrices:
-            result.append(
-                torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw")
-            )
         for optimizer in result:
             for group in optimizer.param_groups:
                 group["rate"] = rate
@@ -210,7 +196,7 @@ class Trainer:
 
     def validate(self, name: str, loss: float, notes: dict) -> None:
         """Measure accuracy by family, and set the families' weights: the worse one does, the more it is drawn."""
-        with torch.autocast(self.plan.device, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             right = accuracy(self.learner, self.validation, oracle=name == "language")
         if name != "tower":
             self.weights = {f: min(1.0, 0.05 + (1 - right[f])) for f in right}

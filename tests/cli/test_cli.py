@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import pty
 import re
 import resource
 import subprocess
@@ -60,15 +58,13 @@ def test_quantize_in_a_new_process(model, tmp_path, capfd):
     assert again.out == "" and again.err.startswith("error: output ") and again.err.count("\n") == 1
 
 
-def test_every_verb_is_in_help(capfd, monkeypatch):
+def test_every_verb_is_in_help(capfd):
     """`--help` has the verbs under the headings of their groups, in the order of their places; each is a whole file."""
-    monkeypatch.setenv("COLUMNS", "60")
     verbs = sorted(cli.VERBS, key=lambda name: cli.VERBS.constant(name, "PLACE"))
     assert len({cli.VERBS.constant(name, "PLACE") for name in verbs}) == len(verbs)
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     output = capfd.readouterr().out
-    assert max(map(len, output.splitlines())) <= 60 or "Exit codes" in max(output.splitlines(), key=len)
     groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", output, re.MULTILINE)
     by_group = {
         title: re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE) for title, text in groups if title != "options"
@@ -83,26 +79,16 @@ def test_every_verb_is_in_help(capfd, monkeypatch):
         assert f"{cli.VERBS.summary(name)}." in " ".join((module.__doc__ or "").split())
 
 
-# The call of a verb -> two spellings of the same flag, of which the second is not shown.
+# The call of a verb -> two names of the same flag, of which the second is not shown, and a value.
 SPELLINGS = {
-    "plan m": [
-        "--tp 2 --tensor-parallel-size 2",
-        "--kv-cache fp8 --kv-cache-dtype fp8",
-        "--image-size 8x8 --image 8x8",
-        "--images-per-request 2 --images 2",
-    ]
-    + ["--text-tokens 5 --text 5", "--out-tokens 5 --out 5"],
-    "serve o": ["--images-per-request 2 --images 2", "--videos-per-request 2 --videos 2"],
-    "bench o --baseline m": ["--data d --images d"],
-    "search m -o o": [
-        "--suite a --tasks a",
-        "--max-time 1h --budget 1h",
-        "--image-size 8x8 --image 8x8",
-        "--keep-work --keep",
-    ],
-    "quantize m": ["--kv-cache fp8 --kv-cache-dtype fp8", "--samples 9 --num-calibration-samples 9"],
-    "check m": ["--tp 2 --tensor-parallel-size 2", "--kv-cache fp8 --kv-cache-dtype fp8"],
-    "eval o": ["--suite a --tasks a"],
+    "plan m": "tp tensor-parallel-size 2, kv-cache kv-cache-dtype fp8, image-size image 8x8, images-per-request images 2, "
+    "text-tokens text 5, out-tokens out 5",
+    "serve o": "images-per-request images 2, videos-per-request videos 2",
+    "bench o --baseline m": "data images d",
+    "search m -o o": "suite tasks a, max-time budget 1h, image-size image 8x8, keep-work keep",
+    "quantize m": "kv-cache kv-cache-dtype fp8, samples num-calibration-samples 9",
+    "check m": "tp tensor-parallel-size 2, kv-cache kv-cache-dtype fp8",
+    "eval o": "suite tasks a",
 }
 
 
@@ -112,12 +98,14 @@ def test_other_spellings_of_a_flag(call, capsys):
     with pytest.raises(SystemExit):
         cli.main([*call.split()[:1], "--help"])
     output = re.findall(r"--[\w-]+", capsys.readouterr().out)
-    for flags in SPELLINGS[call]:
-        words = flags.split()
-        ours, others = words[: len(words) // 2], words[len(words) // 2 :]
-        plain = vars(cli.parse(call.split()))
-        assert vars(cli.parse([*call.split(), *ours])) == vars(cli.parse([*call.split(), *others])) != plain
-        assert ours[0] in output and others[0] not in output
+    plain = vars(cli.parse(call.split()))
+    for flags in SPELLINGS[call].split(", "):
+        name, other, *value = flags.split()
+        assert vars(cli.parse([*call.split(), f"--{name}", *value])) != plain
+        assert vars(cli.parse([*call.split(), f"--{name}", *value])) == vars(
+            cli.parse([*call.split(), f"--{other}", *value])
+        )
+        assert f"--{name}" in output and f"--{other}" not in output
 
 
 GREET = '''"""Greet somebody. Politely."""
@@ -188,42 +176,46 @@ def test_only_the_verb_that_runs_is_imported():
 
 UNUSED = {"sklearn", "scipy", "pandas", "pyarrow", "datasets", "vllm", "llmcompressor", "lm_eval", "openai"}
 LIBRARIES = {"torch", "transformers", "numpy", *UNUSED}
+# Calls that fail before anything is read, or with what standard Python reads.
+REFUSED = """
+check MODEL --nope
+check nowhere --scheme fp8
+check STRANGE
+check STRANGE --scheme fp8
+check MODEL --scheme nope
+check MODEL --scheme fp8 --target nope
+quantize MODEL -o OUT --scheme fp8 --set nope=1
+quantize MODEL -o OUT --scheme fp8 --reduce nope
+quantize nowhere -o OUT/new --scheme fp8
+quantize STRANGE -o OUT/new --scheme fp8
+calibrate OUT -o OUT/new
+recover nowhere -o OUT/new
+search nowhere -o OUT/new --data nowhere --calib nowhere --target a100 --max-drop 0.01
+plan nowhere
+plan STRANGE
+plan MODEL --reduce nope
+plan MODEL --target nope
+check nowhere --image-size 56x56
+check STRANGE --image-size 56x56
+check MODEL --image-size nope
+check MODEL --image-size 56x56 --reduce nope
+inspect nowhere a.png --reduce pool -o new.png
+doctor nowhere
+doctor OUT
+convert MODEL -o OUT
+export MODEL -o OUT --format nope
+export nowhere -o OUT
+serve nowhere
+eval nowhere --baseline MODEL
+eval MODEL --baseline nowhere
+bench nowhere --baseline MODEL
+"""
 IMPORTS = {
     # Calls of one process: exit code, and what none of them imports.
     **{f"{verb} --help".strip(): (0, LIBRARIES) for verb in ("", *VERBS)},
     **{call: (0, LIBRARIES) for call in ("--version", "list schemes", "list reducers", "list formats", "list targets")},
     "check MODEL": (0, LIBRARIES),
-    "check MODEL --nope": (2, LIBRARIES),
-    "check nowhere --scheme fp8": (2, LIBRARIES),
-    "check STRANGE": (2, LIBRARIES),
-    "check STRANGE --scheme fp8": (2, LIBRARIES),
-    "check MODEL --scheme nope": (2, LIBRARIES),
-    "check MODEL --scheme fp8 --target nope": (2, LIBRARIES),
-    "quantize MODEL -o OUT --scheme fp8 --set nope=1": (2, LIBRARIES),
-    "quantize MODEL -o OUT --scheme fp8 --reduce nope": (2, LIBRARIES),
-    "quantize nowhere -o OUT/new --scheme fp8": (2, LIBRARIES),
-    "quantize STRANGE -o OUT/new --scheme fp8": (2, LIBRARIES),
-    "calibrate OUT -o OUT/new": (2, LIBRARIES),
-    "recover nowhere -o OUT/new": (2, LIBRARIES),
-    "search nowhere -o OUT/new --data nowhere --calib nowhere --target a100 --max-drop 0.01": (2, LIBRARIES),
-    "plan nowhere": (2, LIBRARIES),
-    "plan STRANGE": (2, LIBRARIES),
-    "plan MODEL --reduce nope": (2, LIBRARIES),
-    "plan MODEL --target nope": (2, LIBRARIES),
-    "check nowhere --image-size 56x56": (2, LIBRARIES),
-    "check STRANGE --image-size 56x56": (2, LIBRARIES),
-    "check MODEL --image-size nope": (2, LIBRARIES),
-    "check MODEL --image-size 56x56 --reduce nope": (2, LIBRARIES),
-    "inspect nowhere a.png --reduce pool -o new.png": (2, LIBRARIES),
-    "doctor nowhere": (2, LIBRARIES),
-    "doctor OUT": (2, LIBRARIES),
-    "convert MODEL -o OUT": (2, LIBRARIES),
-    "export MODEL -o OUT --format nope": (2, LIBRARIES),
-    "export nowhere -o OUT": (2, LIBRARIES),
-    "serve nowhere": (2, LIBRARIES),
-    "eval nowhere --baseline MODEL": (2, LIBRARIES),
-    "eval MODEL --baseline nowhere": (2, LIBRARIES),
-    "bench nowhere --baseline MODEL": (2, LIBRARIES),
+    **dict.fromkeys(REFUSED.strip().splitlines(), (2, LIBRARIES)),
     # What follows knows a scheme's options, whose module computes with torch.
     "check MODEL --scheme fp8 --set options.nope=1": (2, {"transformers", *UNUSED}),
     "quantize MODEL -o MODEL/out --scheme fp8": (2, {"transformers", *UNUSED}),
@@ -259,22 +251,6 @@ def test_modules_that_each_command_imports(model, tmp_path):
     }
 
 
-@pytest.mark.parametrize("call", ["list schemes", "check --help"])
-def test_a_terminal_of_eighty_columns(call):
-    """Rows of tables and help continue on the next line, under their last column."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "vlmcompress", *call.split()]
-    with subprocess.Popen(command, stdout=theirs, env=os.environ | {"COLUMNS": "80"}) as process:
-        os.close(theirs)
-        printed = b""
-        with contextlib.suppress(OSError):  # the terminal's other end is closed
-            while part := os.read(ours, 65536):
-                printed += part
-    os.close(ours)
-    lines = printed.decode().splitlines()
-    assert process.returncode == 0 and len(lines) > 20 and max(map(len, lines)) <= 80
-
-
 def test_flags_of_every_verb_may_stand_before_it(capfd):
     for call in ("--json list targets", "list --json targets"):
         assert cli.main(call.split()) == 0
@@ -296,12 +272,6 @@ def test_check(capfd, model):
     assert [finding["name"] for finding in data["findings"] if not finding["ok"]] == ["vllm: decoder"]
 
 
-def test_doctor_refuses_a_missing_folder(capfd, tmp_path):
-    assert cli.main(["doctor", str(tmp_path / "none")]) in (1, 2)
-    output = capfd.readouterr()
-    assert "Traceback" not in output.err + output.out
-
-
 def test_list(capfd):
     assert cli.main(["list", "--json"]) == 0
     data = json.loads(capfd.readouterr().out)
@@ -310,13 +280,6 @@ def test_list(capfd):
     assert {"h100", "a100", "cpu"} <= names["targets"]
     assert "qwen2-5-vl" in names["families"] and "awq-cpu" in names["recipes"]
     assert all(entry["about"] for entries in data.values() for entry in entries)
-
-
-def test_a_target_with_one_scheme_names_it_once(capfd):
-    assert cli.main(["list", "targets"]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert any("H100: fp8" in line and "throughput" not in line for line in lines)
-    assert any("gptq-plus by default, int8 for throughput" in line for line in lines)
 
 
 def test_list_reducers_prints_their_docstrings(capfd):

@@ -21,7 +21,7 @@ from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, attach_carried
 from vlmcompress.training import learn_reducer
 
-FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--hidden", 8, "--lr", 0.01)
+FEW = ("--steps", 12, "--every", 4, "--batch", 4, "--lr", 0.01)
 FEWER = (*FEW, "--steps", 2, "--every", 1)
 
 
@@ -81,7 +81,7 @@ def test_learn_reducer_prints_its_result(models, data, tmp_path, capsys):
     assert done["next"][1].startswith(f"vlmcompress quantize {models['llava']} --reduce learned:0.25,scorer={out}")
     assert follow(done["next"], data, tmp_path) == ["eval", "quantize"]
     facts = scorer_file.read(out).facts
-    assert facts["model_type"] == "llava" and facts["hidden"] == 8 and facts["keep"] == 0.25
+    assert facts["model_type"] == "llava" and facts["hidden"] == 64 and facts["keep"] == 0.25
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"], "what a run keeps to go on is gone"
 
 
@@ -104,10 +104,10 @@ def test_training_for_all_shares_measures_both_ends_and_the_middle(models, data,
 
 def test_a_run_that_diverges_is_stopped_and_keeps_the_best(models, data, tmp_path, capsys, monkeypatch):
     out, run_class = tmp_path / "s.safetensors", learn_reducer._Training
-    backward, measured = run_class._backward, iter([0.5, 0.4, 0.3, 0.1])  # uniform, coverage, untrained, step 4
+    loss, measured = run_class._noisy_loss, iter([0.5, 0.4, 0.3, 0.1])  # uniform, coverage, untrained, step 4
     monkeypatch.setattr(run_class, "_measured", lambda self, gate: next(measured))
     monkeypatch.setattr(
-        run_class, "_backward", lambda self, *arguments: backward(self, *arguments) if self.step < 6 else float("nan")
+        run_class, "_noisy_loss", lambda self, index: loss(self, index) * (1 if self.step < 6 else torch.nan)
     )
     code, text, err = run(capsys, "learn-reducer", models["llava"], "-o", out, "--calib", data, *FEW)
     assert code == 0, err

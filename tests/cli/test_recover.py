@@ -70,7 +70,7 @@ def test_the_student_computes_what_the_reduced_model_generates(models, data):
         batch = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
         cut, count = distillation.answer_tokens(batch)
         with torch.no_grad():
-            teacher = distillation.teacher_logits(vlm, batch)
+            teacher = distillation.whole_logits(vlm, batch)
             assert teacher.shape[0] == count > 1
             assert torch.allclose(distillation.student_logits(vlm, batch), teacher, rtol=1e-9, atol=1e-9)
             other = dict(batch)

@@ -98,7 +98,7 @@ def test_a_damaged_block_is_found_by_the_doctor(models, tmp_path, capsys):
             2,
             "sglang does not know the reducer of a checkpoint",
         ),
-        ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], 2, "does not have; use cdpruner"),
+        ("qwen2-5-vl", ["--reduce", "visionzip:0.5"], 2, "does not have; use coverage"),
     ],
 )
 def test_check(models, capsys, model, arguments, code, message):

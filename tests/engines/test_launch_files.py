@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 PROGRAMS = Path(sys.executable).parent
 
 FIELDS = ["served_model_name", "max_model_len", "limit_mm_per_prompt", "enable_prefix_caching", "kv_cache_dtype"]
-FIELDS += ["max_num_batched_tokens", "speculative_config", "mm_encoder_only", "attention_backend"]
+FIELDS += ["max_num_batched_tokens", "mm_encoder_only", "attention_backend"]
 
 
 def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
@@ -46,28 +46,26 @@ def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
     for form, machine in cases.items():
         checkpoint = launching.facts(form, machine=machine, weights=10**9, name="demo")
         serving = launching.written(tmp_path / form, checkpoint)
-        lines += [launching.called(serving / name)[1][1:] for name in ("vllm.sh", "vllm-speculative.sh")]
+        lines.append(launching.called(serving / "vllm.sh")[1][1:])
         roles = ("encode", "prefill-decode", "prefill", "decode")
         lines += [launching.called(serving / "vllm-split.sh", role, STORE=str(tmp_path))[1][1:] for role in roles]
         lines.append([str(tmp_path), *containers.arguments(checkpoint)[3:]])
         settings.append(json.loads((serving / "triton/demo/1/model.json").read_text()) | {"model": str(DEMO_LLAVA)})
     lines = [[str(DEMO_LLAVA), *flags[1:]] for flags in lines]
-    whole = [len(lines) - 7, len(lines) - 6, len(lines) + 2]  # of the last case: script, with speculation, Triton
+    whole = [len(lines) - 6, len(lines) + 2]  # of the last case: script, Triton
     job = {"lines": lines, "settings": settings, "fields": FIELDS, "whole": whole}
     (parsed,) = asked("flags", [job])
     assert "error" not in parsed, parsed
     per_case = len(lines) // len(cases)
     for number, namespace in enumerate(parsed["parsed"]):
         triton = number >= len(lines)
-        kind, form = (7, list(cases)[number - len(lines)]) if triton else (number % 7, list(cases)[number // per_case])
-        encoding = kind == 2
+        kind, form = (6, list(cases)[number - len(lines)]) if triton else (number % 6, list(cases)[number // per_case])
+        encoding = kind == 1
         assert namespace["served_model_name"] in ("'demo'", "['demo']") and namespace["max_model_len"] == "-1"
         assert namespace["limit_mm_per_prompt"] == "{'image': 4, 'video': 0}"
         assert namespace["enable_prefix_caching"] == str(not encoding) and namespace["mm_encoder_only"] == str(encoding)
         assert namespace["kv_cache_dtype"] == ("'fp8'" if form == "fp8" and not encoding else "'auto'")
-        assert ("ngram" in namespace["speculative_config"]) is (kind == 1)
-        step = {"fp8": "2048", "int8": "16384", "bf16": "None"}[form]
-        assert namespace["max_num_batched_tokens"] == ("114688" if encoding else step)
+        assert namespace["max_num_batched_tokens"] == ("114688" if encoding else "None")
         assert ("FLASHINFER" in namespace["attention_backend"]) is (form == "fp8" and not encoding)
 
 
@@ -122,7 +120,7 @@ def running(checkpoint: Path, script: str, *arguments: str, **variables: str) ->
         "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     }
-    log = checkpoint.parent / f"{script}{''.join(arguments)}.log"
+    log = checkpoint.parent / f"{script}{len(arguments)}{port}.log"
     command = ["sh", str(checkpoint / "serve" / script), *arguments, "--enforce-eager"]
     with log.open("wb") as sink:
         child = subprocess.Popen(
@@ -181,9 +179,10 @@ def pictures() -> tuple[str, list[Image.Image]]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, pictures) -> list[str]:
-    """Answers of one server, started by the script with speculative decoding, which runs the plain one."""
+    """Answers of one server, started by the script with speculative decoding."""
     question, images = pictures
-    with running(checkpoint, "vllm-speculative.sh") as address:
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    with running(checkpoint, "vllm.sh", "--speculative-config", json.dumps(ngram)) as address:
         replies = [ask(address, image, question) for image in images]
         metrics = urllib.request.urlopen(f"{address}/metrics").read().decode()
     assert "vllm:spec_decode_num_drafts_total" in metrics

@@ -55,7 +55,7 @@ def test_the_reducer_survives_transformers(tmp_path):
         ("dart:0.5", {"reduce": {"method": "dart", "keep": 7}}, "keep must be"),
         ("dart:0.5", {"reduce": {"method": "future", "keep": 0.5}}, "unknown reducer 'future'"),
         ("fastv:0.5", {}, "choose from"),
-        ("dart-llm:0.5", {}, "choose from cdpruner"),
+        ("dart-llm:0.5", {}, "choose from coverage"),
         ("vscan:0.5,shallow=99", {}, "shallow=99"),
     ],
 )

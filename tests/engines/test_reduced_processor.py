@@ -32,7 +32,7 @@ def processed(tmp_path_factory) -> dict:
                 "folders": folders,
                 "films": films,
                 "tiles": str(tiles),
-                "views": str(reduced(DEMO_LLAVA, folder / "views", "litevlm:0.4,lexical=10")),
+                "views": str(reduced(DEMO_LLAVA, folder / "views", "litevlm:0.4")),
                 "room": ROOM,
             }
         ],

@@ -24,16 +24,16 @@ ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 ROOM = {"limit_mm_per_prompt": {"image": 3}}
 # Source, reducer, settings, passes.
 CASES = {
-    "llava, cached": ("demo", "litevlm:0.4,lexical=10", CACHED | ROOM, 2),
-    "llava, in chunks, uncached": ("demo", "litevlm:0.4,lexical=10", CHUNKED | ALONE | ROOM, 1),
-    "qwen3-vl": ("qwen3-vl", "litevlm:0.4,lexical=10", CACHED | ROOM, 2),
-    "qwen2-5-vl": ("qwen2-5-vl", "litevlm:0.4,lexical=10", CHUNKED | CACHED | ROOM, 2),
+    "llava, cached": ("demo", "litevlm:0.4", CACHED | ROOM, 2),
+    "llava, in chunks, uncached": ("demo", "litevlm:0.4", CHUNKED | ALONE | ROOM, 1),
+    "qwen3-vl": ("qwen3-vl", "litevlm:0.4", CACHED | ROOM, 2),
+    "qwen2-5-vl": ("qwen2-5-vl", "litevlm:0.4", CHUNKED | CACHED | ROOM, 2),
 }
 MORE = {
-    "llava, by embeddings alone": ("demo", "litevlm:0.7,lexical=0", CACHED | ROOM, 1),
-    "qwen2-vl": ("qwen2-vl", "litevlm:0.4,lexical=10", CHUNKED | CACHED | ROOM, 2),
-    "qwen3-vl, uncached": ("qwen3-vl", "litevlm:0.4,lexical=10", CHUNKED | ALONE | ROOM, 1),
-    "qwen2-5-vl, by embeddings alone": ("qwen2-5-vl", "litevlm:0.7,lexical=0", CACHED | ROOM, 2),
+    "llava, two of three": ("demo", "litevlm:0.7", CACHED | ROOM, 1),
+    "qwen2-vl": ("qwen2-vl", "litevlm:0.4", CHUNKED | CACHED | ROOM, 2),
+    "qwen3-vl, uncached": ("qwen3-vl", "litevlm:0.4", CHUNKED | ALONE | ROOM, 1),
+    "qwen2-5-vl, two of three": ("qwen2-5-vl", "litevlm:0.7", CACHED | ROOM, 2),
 }
 FRONT, LEFT, REAR = noise(0, 84, 84), noise(1, 140, 84), noise(2, 84, 112)
 

@@ -46,7 +46,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
         errors={"a": {"text": 0.1}},
         warnings=["damped"],
     )
-    checkpoint.write(replace(parts, manifest=lambda: record, shard_size="200KB"), folder / "out")
+    checkpoint.write(replace(parts, manifest=parts.manifest | record, shard_size="200KB"), folder / "out")
     return source, folder / "out"
 
 

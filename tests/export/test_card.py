@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from tests.kit.launching import FORMATS, QWEN
 from vlmcompress.cli import quantize
-from vlmcompress.export import card, launch, launch_files, readers
+from vlmcompress.export import card, launch, launch_files, manifest, readers
 
 OUTPUTS = {"model.layers.0.q_proj": {"vision": 0.01, "text": 0.02}}
 WEIGHTS = {"model.layers.0.q_proj": {"weight": 0.01}}
@@ -119,12 +119,10 @@ def test_unchanged_layers_are_listed(tmp_path: Path) -> None:
 )
 def test_the_error_of_layers_has_one_name(errors: dict, words: str, tmp_path: Path) -> None:
     """Of a scheme that saw no data it is the weights', in the card, on the terminal and in reports alike."""
-    from vlmcompress.evaluation.report import words as of_reports
-
     (tmp_path / "config.json").write_text("{}")
     text = card.render_card(record(errors), tmp_path, "out")
     done = dict.fromkeys(("reduce", "resize", "kv_cache", "bits", "visual_tokens", "measured_on"))
     done |= {"weights_before": 2, "weights_after": 1, "devices": [1], "out": "out", "seconds": 1, "warnings": []}
     output = quantize.text(done | {"worst_layers": quantize.worst_layers(errors), "next": [], "timing": {}})
-    for page in (text, output, of_reports.layer_errors_text(errors)):
+    for page in (text, output, manifest.errors_text(errors)):
         assert words in page and ("calibration data were seen" in page) is (errors is WEIGHTS)

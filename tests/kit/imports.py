@@ -12,7 +12,7 @@ from tests.kit.places import ROOT
 WAYS = {
     *("subprocess", "transformers", "vllm", "llmcompressor", "lm_eval", "ray"),
     *("vlmcompress.models", "vlmcompress.evaluation.doctor", "vlmcompress.training", "vlmcompress.quantization.plan"),
-    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "inputs", "run", "run_manifest")),
+    *(f"vlmcompress.quantization.{name}" for name in ("allocate", "inputs", "run")),
     *("vlmcompress.engines", "vlmcompress.api", "vlmcompress.cli"),
     "eval.demo",
 }

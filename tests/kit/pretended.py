@@ -17,7 +17,7 @@ from vlmcompress.numerics import MXFP4, MXFP8, ActFormat, Format, Scheme
 from vlmcompress.recipe.targets import Target
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu.engine.kernels import CLASSES
+from gpu.engine import CLASSES
 
 Layer = dict[str, Any]
 Answers = dict[str, dict[str, dict[str, dict[str, str]]]]

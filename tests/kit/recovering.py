@@ -22,7 +22,7 @@ def divergence(source, folder, data, seed=0) -> float:
     divergences = []
     with attach_carried(model, teacher.processor, folder) or contextlib.nullcontext(), torch.no_grad():
         for batch in batches:
-            kept = teacher_cache.teacher_targets(distillation.teacher_logits(teacher, batch))
+            kept = teacher_cache.teacher_targets(distillation.whole_logits(teacher, batch))
             divergences.append(
                 float(teacher_cache.teacher_divergence(kept, distillation.student_logits(student, batch)))
             )

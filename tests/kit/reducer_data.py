@@ -27,7 +27,6 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED),
     ("dart", {"pivots": 4}),
     ("divprune", {"merge": "nearest"}),
-    ("visionzip", {"merge": "mean"}),
 ]
 """Methods that are served, with options of some."""
 KEEP, COUNT = 0.4, 19  # of 48 tokens

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 VOID = {"meta", "img", "br", "wbr"}
 
-NAMES = {"results.json", "report.md", "report.html", "junit.xml", "badge.json"}
+NAMES = {"results.json", "report.md", "report.html", "junit.xml"}
 
 
 class Balanced(HTMLParser):

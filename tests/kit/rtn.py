@@ -82,10 +82,14 @@ def parts(
             kv_cache=kv_cache,
         ),
         config=checkpoint.written_config(source, quantized, reducer),
-        manifest=lambda: manifest.build(folder, family=spec.family, recipe=recipe, calibration=None, errors={}),
-        before=models.checkpoint_bytes(folder),
-        memory={source.written[parameter]: parameter for parameter in names},
-        family=spec.family,
+        manifest=manifest.build(
+            folder,
+            family=spec.family,
+            recipe=recipe,
+            calibration=None,
+            errors={},
+        )
+        | {"size": {"weights_before": models.checkpoint_bytes(folder)}},
     )
 
 

@@ -14,7 +14,7 @@ from vlmcompress import models
 from vlmcompress.evaluation.doctor.files import diagnose
 from vlmcompress.export.formats.compressed_tensors import group_of
 from vlmcompress.export.stored import Stored
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.tensor_files import read_tensor

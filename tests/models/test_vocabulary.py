@@ -18,7 +18,7 @@ from vlmcompress.models.data import load_samples
 from vlmcompress.models.layer_names import EMBEDDING
 from vlmcompress.numerics import round_to_nearest
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from transformers import AutoModelForImageTextToText
 
 from tests.kit import calibration_rows, forks, tiny
 from vlmcompress import cli, models
+from vlmcompress.cli import quantize as command
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.export import manifest
 from vlmcompress.quantization import allocate
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.examine import examine
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders, locks
@@ -143,7 +145,10 @@ def test_gradients_are_collected_once(world, tmp_path, monkeypatch):
 
 def test_a_data_free_scheme_has_widths_from_data(world, tmp_path):
     done = quantize(recipe(world, tmp_path / "out", {"budget": 4.0}, "rtn"))
-    assert len({entry["width"] for entry in done.manifest["allocation"]["groups"]}) > 1
+    widths = Counter(entry["width"] for entry in done.manifest["allocation"]["groups"])
+    assert len(widths) > 1
+    printed = command.text(command.result(done.out, "model", done.manifest, 1.0))
+    assert all(f"{count} in {width} bits" in printed for width, count in widths.items())
 
 
 def test_interrupted_and_resumed(world, tmp_path):

@@ -17,7 +17,7 @@ from tests.kit import calibration_rows, forks, tiny
 from tests.kit.work import begun
 from tests.kit.workers import start
 from vlmcompress import cli
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.run import quantize, space_needed
 from vlmcompress.recipe import resolve
 from vlmcompress.utils import folders

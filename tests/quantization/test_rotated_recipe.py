@@ -12,7 +12,7 @@ from tests.kit.spread import spread
 from vlmcompress import cli, models
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.models import Source
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 

@@ -99,7 +99,7 @@ def test_a_type_can_be_chosen(model, tmp_path):
         floats = {t.dtype for t in load_file(tmp_path / out / WEIGHTS).values() if t.is_floating_point()}
         assert floats == {dtype} and logits(tmp_path / out).isfinite().all()
     assert half["size"]["weights_after"] < 0.6 * wide["size"]["weights_after"]
-    from vlmcompress.quantization.plan.plan import make_plan
+    from vlmcompress.quantization.plan import make_plan
 
     plan = make_plan(resolve({"model": str(source), "scheme": "rtn", "dtype": "bfloat16"}).recipe)
     assert plan.bytes_after == half["size"]["weights_after"]

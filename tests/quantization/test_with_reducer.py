@@ -12,7 +12,7 @@ from vlmcompress import cli
 from vlmcompress.evaluation.doctor import files as doctor
 from vlmcompress.export import manifest
 from vlmcompress.quantization import inputs
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
@@ -88,10 +88,10 @@ def test_problems_of_a_reducer_are_one_line(setup, text):
         (
             "llava",
             {"reduce": "fastv:0.5,layer=1"},
-            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from cdpruner, .*or --set engine=transformers",
+            r"vLLM cannot serve 'fastv' \(it drops tokens within .*choose from coverage, .*or --set engine=transformers",
         ),
         ("llava", {"reduce": "fastv:0.5,layer=9", "engine": "transformers"}, "layer 9 is none of the language model's"),
-        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use cdpruner"),
+        ("qwen2-5-vl", {"reduce": "visionzip:0.5"}, "encoder of qwen2-5-vl does not have; use coverage"),
     ],
 )
 def test_models_and_engines_without_the_method(models, model_name, setup, text):
@@ -100,7 +100,7 @@ def test_models_and_engines_without_the_method(models, model_name, setup, text):
 
 
 def test_methods_that_only_transformers_runs_are_written_for_it(models):
-    assert make_plan(recipe(models["llava"], reduce="fastv:0.5,layer=1", engine="transformers")).problems == []
+    assert make_plan(recipe(models["llava"], reduce="fastv:0.5,layer=1", engine="transformers")).problems == ()
 
 
 @pytest.mark.parametrize(("model_name", "scheme"), [("llava", "none"), ("qwen2-5-vl", "fp8")])

@@ -20,7 +20,7 @@ from vlmcompress.utils.settings import merge
         ("dart: keep = 0.25 , pivots=8", {"method": "dart", "keep": 0.25, "pivots": 8}),
         ("random:1", {"method": "random", "keep": 1, "seed": 0}),
         ("fastv:5e-1,layer=3", {"method": "fastv", "keep": 0.5, "layer": 3}),
-        ("visionzip:auto,merge=mean", {"method": "visionzip", "keep": 1 / 3, "contextual": 10 / 64, "merge": "mean"}),
+        ("coverage:auto,merge=nearest", {"method": "coverage", "keep": 0.5, "merge": "nearest"}),
         (
             "dymu:thresholds=[0.9, 0.8],keep=0.5",
             {"method": "dymu", "keep": 0.5, "thresholds": (0.9, 0.8)},
@@ -47,7 +47,7 @@ def test_defaults_and_back(method):
 
 @pytest.mark.parametrize(
     "text",
-    ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "visionzip:0.5,merge=mean"],
+    ["dart:0.25", "dart:1/3,pivots=8", "random:1", "dymu:0.07,thresholds=[0.9, 0.8]", "coverage:0.25,merge=nearest"],
 )
 def test_written_as_read(text):
     assert str(parse_reducer(text)) == text
@@ -79,8 +79,10 @@ def test_written_as_read(text):
         ("dart:0.5,pivots=2.5", "pivots is 2.5, should be a whole number"),
         ("dart:0.5,8", "'8' is not a setting; write METHOD:KEEP,OPTION=VALUE"),
         ("dart:0.5,keep=0.3", "'keep' is given twice"),
-        ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, least, layer"),
-        ("visionzip:0.5,merge=max", "merge must be 'sum' or 'mean', got 'max'"),
+        ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, layer"),
+        ("cdpruner:0.5", "there is no reducer 'cdpruner' any more; take coverage, or divprune"),
+        ("visionzip:0.5,merge=mean", "'visionzip' has no option 'merge' any more, it is always sum"),
+        ("divprune:0.5,merge=nearest,similar=0.8", "'divprune' has no option 'similar' any more, it is always 0.6"),
         ("dymu:thresholds=[a]", "thresholds is ['a'], should be a list of numbers"),
         ("dart:[0.5", "is not valid YAML"),
     ],
@@ -95,6 +97,12 @@ def test_bad_choices_are_refused(text, message):
 def test_recipes_without_a_method_are_refused(settings):
     with pytest.raises(UserError, match="write it like {method: dart, keep: 0.5}"):
         reducer_of_setting(settings)
+
+
+def test_earlier_checkpoints_name_options_that_have_one_value_now():
+    assert reducer_of_setting({"method": "coverage", "keep": 0.5, "temperature": 0.2}) == parse_reducer("coverage:0.5")
+    every = {"method": "visionzip", "keep": 0.5, "contextual": 10 / 64, "merge": "sum"}
+    assert reducer_of_setting(every) == parse_reducer("visionzip:0.5")
 
 
 def test_unknown_options_are_refused():
@@ -129,7 +137,6 @@ def test_methods_that_need_training():
         ("dart:0.5", False),
         ("relevance:0.5", True),
         ("dymu", False),
-        ("cdpruner:0.5", False),
         ("coverage:0.5,merge=nearest", False),
     ],
 )

@@ -79,7 +79,7 @@ def test_rows_are_recipes(method: str, tmp_path: Path) -> None:
         grid = weight_methods.FORMATS[form]
         recipe = resolve(keys | row.recipe_in(grid)).recipe
         assert grid is None or recipe.options.bits == grid.bits
-        assert recipe.head or row.data_free != bool(recipe.method.needs(recipe.options).statistics)
+        assert recipe.head or row.data_free != bool(recipe.quantizer.needs(recipe.options).statistics)
 
 
 @pytest.mark.parametrize("english", [False, True], ids=["images", "images and texts"])

@@ -16,7 +16,7 @@ from tests.kit.imports import imported
 from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu import record, steps, table, wheels
+from gpu import check
 
 DOOR = ROOT / "scripts" / "gpu_check"
 
@@ -33,8 +33,8 @@ def third_party(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("tier", ["bare", "engine"])
 def test_what_a_part_imports_is_among_its_needs(tier: str) -> None:
-    for step in steps.of_tier(tier):
-        file = ROOT / "scripts" / f"{step.module.partition(':')[0].replace('.', '/')}.py"
+    for step in check.of_tier(tier):
+        file = ROOT / "scripts" / f"{step.function.partition(':')[0].replace('.', '/')}.py"
         for each in step.parts:
             assert third_party(file) - {"numpy", "tokenizers", "vlmcompress"} <= {*each.needs}, (
                 f"{step.name}/{each.name}"
@@ -62,13 +62,13 @@ def ours(file: Path) -> set[str]:
 def test_bare_parts_can_be_imported_where_hardly_anything_is(tmp_path: Path) -> None:
     """All modules that they import, in fresh processes: those of torch alone, and those that also take models."""
     modules: dict[bool, set[str]] = {True: set(), False: set()}
-    for step in steps.of_tier("bare"):
-        module = step.module.partition(":")[0]
+    for step in check.of_tier("bare"):
+        module = step.function.partition(":")[0]
         names = {module} | ours(ROOT / "scripts" / f"{module.replace('.', '/')}.py")
         modules[all(each.needs == ("torch",) for each in step.parts)] |= names
     running = []
     for alone, names in modules.items():
-        output = {"torch"} if alone else {*steps.INSTALLED, "pydantic"}
+        output = {"torch"} if alone else {*check.INSTALLED, "pydantic"}
         environment = os.environ | {"PYTHONPATH": bare.hiding(tmp_path / str(alone), output)}
         command = [sys.executable, "-c", NEEDS, str(ROOT / "scripts"), str(ROOT), *sorted(names)]
         running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
@@ -78,15 +78,15 @@ def test_bare_parts_can_be_imported_where_hardly_anything_is(tmp_path: Path) -> 
 
 
 def test_the_tier_bare_needs_no_engine_and_no_other_tool() -> None:
-    hidden = bare.hidden(steps.INSTALLED)
+    hidden = bare.hidden(check.INSTALLED)
     assert {"vllm", "llmcompressor", "lm_eval", "ray", "compressed_tensors", "sklearn", "pyarrow"} <= hidden
     assert not {"torch", "transformers", "numpy"} & hidden
-    assert {name.partition("==")[0].replace("-", "_") for name in wheels.pins()} >= {*steps.BROUGHT}
+    assert {name.partition("==")[0].replace("-", "_") for name in check.pins()} >= {*check.BROUGHT}
 
 
 def wheel(folder: Path, name: str, tag: str = "py3-none-any") -> Path:
     """A wheel of one module in the version that the check pins."""
-    version = dict(line.split("==") for line in wheels.pins())[name]
+    version = dict(line.split("==") for line in check.pins())[name]
     module = name.replace("-", "_")
     file = folder / f"{module}-{version}-{tag}.whl"
     about = f"{module}-{version}.dist-info"
@@ -103,7 +103,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that pip takes for its index; of pydantic-core those of two Pythons."""
     folder = tmp_path / "index"
     folder.mkdir()
-    for name in wheels.NAMES:
+    for name in check.WHEELS:
         if name != "pydantic-core":
             wheel(folder, name)
     for version in ("cp311", "cp312"):
@@ -115,13 +115,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_wheels_are_fetched_for_another_python_and_found_there(index: Path, tmp_path: Path) -> None:
     folder, site = tmp_path / "wheels", tmp_path / "site"
-    files = wheels.fetch(folder, "3.12")
-    assert len(files) == len(wheels.NAMES)
+    files = check.fetch(folder, "3.12")
+    assert len(files) == len(check.WHEELS)
     (core,) = folder.glob("pydantic_core-*")
     assert "-cp312-" in core.name
-    with pytest.raises(wheels.Unfit, match="pydantic_core.* is not for cp311"):
-        wheels.unpack(folder, site, "cp311")
-    wheels.unpack(folder, site, "cp312")
+    with pytest.raises(check.BadInput, match="pydantic_core.* is not for cp311"):
+        check.unpack(folder, site, "cp311")
+    check.unpack(folder, site, "cp312")
     code = "import pydantic, pydantic_core; print(pydantic.__file__, pydantic_core.tag)"
     environment = os.environ | {"PYTHONPATH": str(site)}
     printed = subprocess.run(
@@ -152,17 +152,17 @@ def test_every_bare_part_without_engines(tmp_path: Path, monkeypatch: pytest.Mon
     """With tiny shapes, in processes that find what a bare machine has and, of all else, the wheels that are fetched for it."""
     folder, file = tmp_path / "wheels", tmp_path / "found.json"
     try:
-        wheels.fetch(folder, f"{sys.version_info.major}.{sys.version_info.minor}")
-    except wheels.Unfit as error:
+        check.fetch(folder, f"{sys.version_info.major}.{sys.version_info.minor}")
+    except check.BadInput as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("PYTHONPATH", bare.hiding(tmp_path / "hiding", steps.INSTALLED, steps.BROUGHT))
+    monkeypatch.setenv("PYTHONPATH", bare.hiding(tmp_path / "hiding", check.INSTALLED, check.BROUGHT))
     settings = ("--wheels", folder, "--work", tmp_path / "work", "--python", sys.executable)
     done = door("--tiny", "--tier", "bare", "--results", file, *settings)
-    parts = record.read(file)
+    parts = check.read(file)
     assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-2000:])
-    expected = dict.fromkeys(steps.names(steps.of_tier("bare")), "passed")
+    expected = dict.fromkeys(check.names(check.of_tier("bare")), "passed")
     expected |= {} if find_spec("triton") else {"triton/solving": "skipped"}  # which a CPU's environment lacks
     assert {name: part["status"] for name, part in parts.items()} == expected
-    text = table.render(parts)
-    for words in ("qwen2.5-vl-7b-gptq-plus", "qwen3-vl-8b, nvfp4", "divprune", "qkv, 32", "learn-reducer"):
+    text = check.render(parts)
+    for words in ("qwen2.5-vl-7b-gptq-plus", "qwen3-vl-8b: solving all blocks", "divprune", "learn-reducer"):
         assert words in text

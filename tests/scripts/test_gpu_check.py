@@ -16,15 +16,13 @@ import pytest
 from tests.kit.places import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from gpu import __main__ as check
-from gpu import driver, machine, record, steps, table
-from gpu.engine import kernels, probe
+from gpu import check, engine
 
 DOOR = ROOT / "scripts" / "gpu_check"
 PARTS = '''
 """Parts of a step that tests have written."""
 import os, sys, time
-from gpu.part import Failed, Skipped
+from gpu.check import Failed, Skipped
 
 def run(place, what):
     with open(place.work / "calls", "a") as calls:
@@ -46,12 +44,11 @@ def run(place, what):
 '''
 CALL = """
 import sys
-from gpu import driver, record
-from gpu.steps import Part, Step
+from gpu.check import Check, Part, Step, run
 from pathlib import Path
 results, work, *named = sys.argv[1:]
-step = Step("made", "nothing", "made_parts", [Part(what, 1, (), {"what": what}) for what in named])
-print(driver.run(driver.Check(Path(results), Path(work), tiny=True, interpreter=sys.executable), [step]))
+step = Step("made", "nothing", "made_parts:run", [Part(what, 1, (), {"what": what}) for what in named])
+print(run(Check(Path(results), Path(work), tiny=True, interpreter=sys.executable), [step]))
 """
 
 
@@ -64,14 +61,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(*named: str, **settings: Any) -> steps.Step:
-    return steps.Step("made", "nothing", "made_parts", [steps.Part(w, 1, (), {"what": w}) for w in named], **settings)
+def made(*named: str, **settings: Any) -> check.Step:
+    return check.Step(
+        "made", "nothing", "made_parts:run", [check.Part(w, 1, (), {"what": w}) for w in named], **settings
+    )
 
 
 def ran(place: Path, *named: str, **changes: Any) -> tuple[list[str], dict[str, Any]]:
     settings = {"tiny": True, "interpreter": sys.executable} | changes
-    left = driver.run(driver.Check(place / "found.json", place, **settings), [made(*named)])
-    return left, record.read(place / "found.json")
+    left = check.run(check.Check(place / "found.json", place, **settings), [made(*named)])
+    return left, check.read(place / "found.json")
 
 
 def calls(place: Path) -> list[str]:
@@ -114,11 +113,11 @@ def test_a_killed_check_continues_at_the_killed_part(place: Path) -> None:
     running.send_signal(signal.SIGKILL)
     running.wait()
     until(lambda: not alive(inside))  # its standard input closed
-    assert list(record.read(place / "found.json")) == ["made/fine"]
+    assert list(check.read(place / "found.json")) == ["made/fine"]
     (place / "again").touch()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert calls(place) == ["fine", "slow", "slow", "last"]
-    assert {part["status"] for part in record.read(place / "found.json").values()} == {"passed"}
+    assert {part["status"] for part in check.read(place / "found.json").values()} == {"passed"}
 
 
 def until(holds: Any, seconds: float = 60) -> None:
@@ -137,7 +136,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_part_that_takes_too_long_fails(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "TINY_LIMIT", 3.0)
+    monkeypatch.setattr(check, "TINY_LIMIT", 3.0)
     _, parts = ran(place, "slow", "last")
     assert parts["made/slow"]["error"][0] == "not done after 0.05 minutes"
     assert parts["made/last"]["status"] == "passed"
@@ -152,22 +151,21 @@ def test_no_part_starts_that_would_end_after_the_limit(place: Path) -> None:
 
 
 def test_a_part_that_cannot_run_is_skipped_with_the_reason(place: Path) -> None:
-    settings = driver.Check(place / "found.json", place, tiny=False, interpreter=sys.executable)
-    fine, lacking = steps.Part("fine", 1, ()), steps.Part("lacking", 1, ("json", "no_such_package", "vllm_none"))
-    assert driver.unable(settings, made(), fine, gpu=False) == "no NVIDIA GPU: nvidia-smi names none"
-    assert driver.unable(settings, made(), fine, gpu=True) is None
-    reason = driver.unable(settings, made(), lacking, gpu=True)
+    settings = check.Check(place / "found.json", place, tiny=False, interpreter=sys.executable)
+    fine, lacking = check.Part("fine", 1, ()), check.Part("lacking", 1, ("json", "no_such_package", "vllm_none"))
+    assert check.unable(settings, made(), fine, has_gpu=False) == "no NVIDIA GPU: nvidia-smi names none"
+    assert check.unable(settings, made(), fine, has_gpu=True) is None
+    reason = check.unable(settings, made(), lacking, has_gpu=True)
     assert reason == f"{sys.executable} lacks no_such_package, vllm_none; scripts/setup, or pip install ."
-    assert "pip install '.[eval,serve]'" in machine.remedy(["vllm", "lm_eval", "torch"])
 
 
 def test_a_skipped_part_replaces_none_that_ran(tmp_path: Path) -> None:
     file, ran_there = tmp_path / "found.json", {"status": "passed", "device": "NVIDIA H200", "result": {}}
-    assert record.add(file, "a/b", ran_there)
-    assert not record.add(file, "a/b", {"status": "skipped", "reason": "no GPU"})
-    assert record.read(file) == {"a/b": ran_there}
-    assert record.done(record.read(file), "a/b", "NVIDIA H200")
-    assert not record.done(record.read(file), "a/b", "NVIDIA H100 80GB HBM3")
+    assert check.add(file, "a/b", ran_there)
+    assert not check.add(file, "a/b", {"status": "skipped", "reason": "no GPU"})
+    assert check.read(file) == {"a/b": ran_there}
+    assert check.is_done(check.read(file), "a/b", "NVIDIA H200")
+    assert not check.is_done(check.read(file), "a/b", "NVIDIA H100 80GB HBM3")
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
@@ -197,10 +195,10 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
 
 
 def test_the_docs_have_the_table_of_the_results() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "results.md").read_text()
     (section,) = re.findall(r"<!-- gpu -->\n(.*?)\n<!-- /gpu -->", text, re.DOTALL)
-    assert section.strip() == table.render(record.read(check.RESULTS)), (
-        "put scripts/gpu_check --render into docs/gpu.md"
+    assert section.strip() == check.render(check.read(check.RESULTS)), (
+        "put scripts/gpu_check --render into docs/results.md"
     )
 
 
@@ -210,14 +208,14 @@ INFO 11-22 [compressed_tensors_wNa16.py:138] Using MacheteLinearKernel for Compr
 INFO 11-22 [__init__.py:797] Selected CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8
 INFO 11-22 [cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].
 INFO 11-22 [x.py:1] Using max model len 1024"""
-    assert probe.named(log) == {
+    assert engine.named(log) == {
         "logged": {"MacheteLinearKernel": ["mixed-precision linear", "CompressedTensorsWNA16"],
                    "CutlassFP8ScaledMMLinearKernel": ["CompressedTensorsW8A8Fp8"]},
         "backends": ["FLASH_ATTN"],
     }  # fmt: skip
     broken = "INFO 1 x\n(EngineCore pid=1) ERROR 11-22 [core.py:9] ValueError: Failed to find a kernel\nclean up"
-    assert probe.errors(broken) == ["(EngineCore pid=1) ERROR 11-22 [core.py:9] ValueError: Failed to find a kernel"]
-    assert probe.errors("one\n\ntwo") == ["one", "two"]
+    assert engine.errors(broken) == ["(EngineCore pid=1) ERROR 11-22 [core.py:9] ValueError: Failed to find a kernel"]
+    assert engine.errors("one\n\ntwo") == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +229,8 @@ INFO 11-22 [x.py:1] Using max model len 1024"""
 )
 def test_a_kernel_is_compared_with_the_targets_table(expected: str, kernel: str, fits: bool) -> None:
     loaded = {"logged": {kernel: ["CompressedTensors"]}, "layers": {"layers.*.qkv_proj": [kernel]}}
-    assert kernels.fits(expected, kernel) == fits
-    assert ("wrong" in kernels.judged("w4a16", expected, loaded)) != fits
+    assert engine.fits(expected, kernel) == fits
+    assert ("wrong" in engine.judged("w4a16", expected, loaded)) != fits
 
 
 def test_every_kernel_that_a_target_names_is_known() -> None:
@@ -240,27 +238,27 @@ def test_every_kernel_that_a_target_names_is_known() -> None:
 
     for name in targets.REGISTRY.names():
         target = targets.get_target(name)
-        for key in map(kernels.format_key, steps.SCHEMES):
+        for key in map(engine.format_key, check.SCHEMES):
             if target.format_problem(key) is None:
-                assert kernels.patterns(str(target.kernel(key))), f"{name}: {key}"
+                assert engine.patterns(str(target.kernel(key))), f"{name}: {key}"
 
 
 def test_classes_of_kernels_exist_in_vllm() -> None:
-    """Each pattern stands for a class in the installed vLLM's own list of linear kernels."""
+    """Each pattern stands for a class in the installed vLLM's own list of linear engine."""
     import importlib.util
 
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "model_executor" / "kernels" / "linear" / "__init__.py").read_text()
     classes = set(re.findall(r"\b\w+Kernel\b", source))
-    for word, pattern in kernels.CLASSES.items():
+    for word, pattern in engine.CLASSES.items():
         assert any(re.fullmatch(pattern, name) for name in classes), word
 
 
 def test_a_gpu_has_a_target() -> None:
     from vlmcompress.recipe import targets
 
-    targets_of = [machine.target(name, memory, capability) for name, memory, capability in (
+    targets_of = [check.target(name, memory, capability) for name, memory, capability in (
         ("NVIDIA H200", 143771, (9, 0)), ("NVIDIA H100 80GB HBM3", 81559, (9, 0)), ("NVIDIA A100-SXM4-80GB", 81920, (8, 0)),
         ("NVIDIA A100-PCIE-40GB", 40960, (8, 0)), ("NVIDIA GeForce RTX 4090", 24564, (8, 9)), ("NVIDIA L4", 23034, (8, 9)),
         ("NVIDIA B200", 183359, (10, 0)), ("NVIDIA GB200", 189471, (10, 0)), ("NVIDIA A10G", 23028, (8, 6)),
@@ -284,17 +282,17 @@ TINY = {
 @pytest.mark.timeout(7200)
 def test_every_engine_step_with_tiny_shapes(tmp_path: Path) -> None:
     """All steps with vLLM's CPU build; parts that only repeat another's way with other numbers are left out."""
-    file, before = tmp_path / "found.json", record.read(check.RESULTS)
-    only = ["setup", *(name for step in steps.of_tier("engine") for name in TINY.get(step.name, [step.name]))]
+    file, before = tmp_path / "found.json", check.read(check.RESULTS)
+    only = ["setup", *(name for step in check.of_tier("engine") for name in TINY.get(step.name, [step.name]))]
     arguments = ("--tiny", "--results", file, "--work", tmp_path / "work", "--python", sys.executable, "--only", *only)
     done = door(*arguments)
-    parts = record.read(file)
+    parts = check.read(file)
     ends = {name: part["status"] for name, part in parts.items()}
     failed = {name: part["error"] for name, part in parts.items() if part["status"] == "failed"}
     assert done.returncode == 0 and not failed, (failed, done.stdout[-2000:], done.stderr[-2000:])
-    assert list(ends) == steps.names(check.chosen(only))
+    assert list(ends) == check.names(check.chosen(only))
     assert [name for name, status in ends.items() if status == "skipped"] == ["setup/venv"]
-    assert record.read(check.RESULTS) == before
-    text = table.render(parts)
+    assert check.read(check.RESULTS) == before
+    text = check.render(parts)
     for words in ("CPUWNA16LinearKernel", "awq, quarter"):
         assert words in text

@@ -76,7 +76,7 @@ def test_weights_are_those_of_one_worker(world, tmp_path):
 
 @pytest.mark.slow
 def test_a_scorer_is_that_of_one_worker(world, tmp_path):
-    extra = ("--samples", "24", *("--steps", "8", "--every", "2", "--batch", "3", "--hidden", "8", "--lr", "0.01"))
+    extra = ("--samples", "24", *("--steps", "8", "--every", "2", "--batch", "3", "--lr", "0.01"))
     files = {name: tmp_path / f"{name}.safetensors" for name in ("one", "two")}
     calls = {
         name: ["learn-reducer", str(world / "tiny"), *asked(world, file, *extra, "--json")[2:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, learning_rate, order, train
+from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, learning_rate, mean_loss, order, train
 from vlmcompress.utils.work_folder import WorkFolder
 
 
@@ -69,7 +70,7 @@ def test_a_nan_divergence_trains_nothing(tmp_path):
         {"w": weight},
         4,
         LoopSettings(4, 2, 0.1, 2, 0),
-        backward=lambda index, factor: called.append(index) or 0.0,
+        loss=lambda index: called.append(index),
         held_out=lambda: math.nan,
         changed=lambda step: None,
         work=kept(tmp_path),
@@ -98,20 +99,16 @@ def fitted(work: WorkFolder, steps: int = 40, lr: float = 0.05, broken: float | 
     y = x @ true
     trained = {"w": torch.zeros(5, requires_grad=True), "unused": torch.zeros(2, requires_grad=True)}
 
-    def loss(index: int) -> torch.Tensor:
-        return (x[index] @ trained["w"] - y[index]).square()
-
-    def backward(index: int, factor: float) -> float:
-        value = loss(index) if broken is None else loss(index) * broken
-        (value * factor).backward()
-        return float(value)
-
-    def held_out() -> float:
-        return sum(float(loss(index)) for index in range(16, 24)) / 8
+    def loss(index: int) -> torch.Tensor | None:
+        """Every eighth sample has none."""
+        value = (x[index] @ trained["w"] - y[index]).square()
+        return None if index % 8 == 7 else value if broken is None or index >= 16 else value * broken
 
     settings = LoopSettings(steps, batch=3, lr=lr, every=5, seed=1)
-    callbacks = {"backward": backward, "held_out": held_out, "changed": lambda step: None}
-    return train(trained, 16, settings, **callbacks, work=work), trained
+    measured = [float((x[index] @ trained["w"].detach() - y[index]).square()) for index in range(16, 23)]
+    assert mean_loss(loss, range(16, 24)) == pytest.approx(sum(measured) / 7)
+    held_out = functools.partial(mean_loss, loss, range(16, 24))
+    return train(trained, 16, settings, loss=loss, held_out=held_out, work=work), trained
 
 
 def test_training_learns_and_keeps_the_best(tmp_path):

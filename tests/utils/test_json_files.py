@@ -70,4 +70,16 @@ def test_messages_end_with_a_whole_sentence():
     assert error_text(ValueError("word " * 100), 30) == "word word word word word ..."
     assert shortened("x" * 2000) == "x" * 2000
     assert len(shortened("x" * 200_000)) <= 2000 and "200,000 characters" in shortened("x" * 200_000)
-    assert "nested too deeply" in (path_problem(RecursionError()) or "")
+
+
+def test_input_that_is_nested_too_deeply_is_named(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(NESTED)
+
+    def read(path):
+        json.loads(path.read_text())
+
+    with pytest.raises(RecursionError) as error:
+        read(file)
+    assert path_problem(error.value) == f"{file} is nested too deeply, or holds itself; make it flat"
+    assert (path_problem(RecursionError()) or "").startswith("a setting is nested")

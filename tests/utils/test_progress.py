@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from vlmcompress.utils.progress import ProgressBar
 
 
@@ -22,20 +20,6 @@ def test_progress_only_on_a_terminal(capsys, monkeypatch):
     output.close()
     text = capsys.readouterr().err
     assert "calibrating" in text and "100%" in text and "writing" in text and text.endswith("\n")
-
-
-@pytest.mark.parametrize("columns", [60, 120])
-def test_a_quick_phase_ends_its_line(columns, capsys, monkeypatch):
-    """All of it comes at once, before tqdm draws anew; the bar is whole, within the terminal, and text follows below."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    output = ProgressBar()
-    for done in (0, 1, 40, 100):
-        output("writing", done, 100)
-    output.close()
-    text = capsys.readouterr().err
-    assert text.endswith("\n") and "100%" in text.rstrip("\n").split("\r")[-1]
-    assert max(map(len, text.replace("\n", "\r").split("\r"))) < columns
 
 
 def test_a_line_every_half_minute_without_a_terminal(capsys):

@@ -61,7 +61,17 @@ RETIRED = {
     "tokens": "vlmcompress check MODEL --image-size WxH",
 }
 # Earlier flag -> what to do now.
-RETIRED_FLAGS = {"--stats": "name the samples by --calib", "--vision-attention": "leave it out"}
+RETIRED_FLAGS = {
+    "--stats": "name the samples by --calib",
+    "--vision-attention": "leave it out",
+    "--hidden": "leave it out, a scorer is 64 wide",
+    "--rank": "leave it out, adapters have rank 8",
+    "--top": "the table has the worst layers, --json has all",
+    "--sizes": "give --data with images of the size that you want",
+    "--speed": "leave it out, as speed is measured where the target is this machine",
+    "--shard-size": "files have at most 5 GB; vlmcompress quantize takes --set shard_size=SIZE",
+    "--no-warm": "leave it out, as all runs are without caches",
+}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

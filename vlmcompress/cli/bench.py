@@ -33,15 +33,11 @@ def options(parser: Parser) -> None:
         metavar="DATA",
         help="images to send: a folder, .jsonl or .parquet; default: demo data",
     )
-    parser.add_argument(
-        "--sizes", default="", metavar="WxH,...", help="sizes to scale images to, or to generate images in"
-    )
     parser.add_argument("--out-tokens", default=32, metavar="N", help="tokens per answer")
     parser.add_argument("--repeats", default=3, metavar="N", help="bursts per side")
     parser.add_argument(
         "--slo", metavar="LIMITS", help="limits for goodput in milliseconds, e.g. ttft=200,tpot=50,e2e=2000"
     )
-    parser.add_argument("--no-warm", action="store_true", help="skip runs with warm caches")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length; default: what fits")
     _flags.speculation(parser, "OUT drafts tokens", baseline=True)
     parser.add_argument("--seed", default=0, metavar="S", help="of generated images, their order and arrivals")
@@ -68,11 +64,9 @@ def run(args: argparse.Namespace) -> Outcome:
             load=args.load,
             requests=args.requests,
             data=args.data,
-            sizes=[size for size in args.sizes.split(",") if size],
             out_tokens=args.out_tokens,
             repeats=args.repeats,
             slo=parse_slo(args.slo),
-            warm=not args.no_warm,
             max_model_len=args.max_model_len,
             speculative={"candidate": _flags.drafting(args, args.out), "baseline": args.baseline_speculative_config},
             flags=args.extra,  # of `vllm serve`

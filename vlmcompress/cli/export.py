@@ -25,7 +25,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     about = "q8_0 or f16: type of GGUF's tower and projector; default: q8_0"
     parser.add_argument("--mmproj", choices=("q8_0", "f16"), help=about)
     parser.add_argument("-o", "--out", metavar="NEW", required=True, help="folder to write")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weight file")
     parser.add_argument("--overwrite", action="store_true", help="replace NEW once the new one is complete")
     parser.epilog = (
         "Codes and scales are only packed differently: unpacked, they are equal bit for bit. Layers that the format cannot\n"
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> Outcome:
             out,
             args.format,
             mmproj=args.mmproj,
-            shard_size=args.shard_size,
             overwrite=args.overwrite,
             progress=lambda written, total: bar("writing", written, total),
         )

@@ -18,7 +18,7 @@ from vlmcompress.utils.text import table
 
 GROUP = "compress"
 PLACE = 26
-DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50, "hidden": 64}
+DEFAULTS = {"keep": 0.25, "steps": 600, "batch": 16, "lr": 1e-3, "every": 50}
 
 
 def options(parser: Parser) -> None:
@@ -37,7 +37,6 @@ def options(parser: Parser) -> None:
     )
     _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
-    parser.add_argument("--hidden", metavar="H", default=DEFAULTS["hidden"], help="width of the network")
     _flags.settings(parser, "calibrate.max_length or trust_remote_code")
     _flags.resumable(parser, "FILE")
     parser.epilog = (

@@ -140,7 +140,7 @@ def plan_text(capacity: Capacity) -> str:
     request = capacity.request
     where = request.target.title if request.target else "any machine"
     devices = f" x {request.tp}" if request.tp > 1 else ""
-    head = f"{advice.model_name(capacity)} on {where}{devices}"
+    head = f"{capacity.model_name} on {where}{devices}"
     rows = [("a request", "visual", "text", "output", "context", "cache it fills", "in whole blocks")]
     for name, load in capacity.loads.items():
         counts = (f"{count:,}" for count in (load.visual, load.text, load.out, load.context))
@@ -156,10 +156,10 @@ def plan_text(capacity: Capacity) -> str:
     lines += ["", f"Verdict: {capacity_verdict(capacity)}"]
     if best := capacity.best:
         lines[-1] += f" ({advice.recommendation(capacity, best)})"
-        written = advice.command(capacity, best, advice.model_name(capacity))
+        written = advice.command(capacity, best)
         flags = advice.serve_flags(capacity, best)
         lines += [f"  {written}"] if written else []
-        folder = "OUT" if written else advice.model_name(capacity)
+        folder = "OUT" if written else capacity.model_name
         lines.append(f"  {advice.serve_command(capacity, best, folder, flags)}")
         lines += [table([(flag.name, flag.reason) for flag in flags], indent="    ")]
     lines += [f"  note: {note}" for note in capacity.notes]
@@ -241,7 +241,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
     return {
         "ok": best is not None,
         "verdict": capacity_verdict(capacity),
-        "model": advice.model_name(capacity),
+        "model": capacity.model_name,
         "target": request.target_name,
         "tp": request.tp,
         "kv_cache": request.kv_cache,
@@ -267,7 +267,7 @@ def as_data(capacity: Capacity) -> dict[str, Any]:
         "formats": formats,
         "recommended": best.weights.name if best else None,
         "reason": advice.recommendation(capacity, best) if best else None,
-        "quantize": advice.command(capacity, best, advice.model_name(capacity)) if best else None,
+        "quantize": advice.command(capacity, best) if best else None,
         "serve": [dataclasses.asdict(flag) for flag in flags],
         "notes": list(capacity.notes),
     }

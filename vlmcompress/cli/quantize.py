@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
-from vlmcompress.cli._planned import devices_text, plan_data, plan_text
+from vlmcompress.cli._outcome import OK, Outcome, devices_text, evaluation_command, plan_data, plan_text, written_text
 from vlmcompress.export import readers
 from vlmcompress.utils import distributed, folders, hub, json_files, model_folder
 from vlmcompress.utils.errors import UserError
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress.export.manifest import MANIFEST
     from vlmcompress.recipe import resolve
 
+    # What can be refused by names and headers is refused before transformers is imported, which takes seconds.
     values = _flags.recipe_values(args)
     resolved = resolve(values, args.recipe, weights="headers" if args.dry_run else "values")
     recipe, count = resolved.recipe, _flags.devices(args)
@@ -50,10 +51,9 @@ def run(args: argparse.Namespace) -> Outcome:
         folders.require_out(recipe.model, out, overwrite=args.overwrite, mark=MANIFEST, look=True)
     _process.import_transformers()
     if count != 1:
-        from vlmcompress.quantization.plan import devices
-        from vlmcompress.quantization.plan.plan import make_plan
+        from vlmcompress.quantization.plan import make_plan
 
-        if problem := devices.devices_problem(make_plan(recipe), count):
+        if problem := make_plan(recipe).devices_problem(count):
             raise UserError(problem)
     if args.dry_run:
         return _planned(resolved)
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _planned(resolved: Resolved) -> Outcome:
     """The outcome of `--dry-run`. `resolved`: the recipe; of its model only headers may have been fetched."""
+    from vlmcompress.quantization.plan import make_plan
     from vlmcompress.quantization.plan.calibration_data import preview_data
-    from vlmcompress.quantization.plan.plan import make_plan
 
     recipe = resolved.recipe
     plan = make_plan(recipe)
@@ -85,12 +85,13 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
     from vlmcompress.export.manifest import measured_text
 
     before, after = manifest["size"]["weights_before"], manifest["size"]["weights_after"]
-    recipe = manifest["recipe"]
+    recipe, allocation = manifest["recipe"], manifest.get("allocation")
     other = FORMATS.constant(recipe["format"], "ENGINE") if "format" in recipe else None
     facts = readers.gather_facts(json_files.read(out / "config.json"), out.name)
     in_vllm = (
         not other and recipe.get("engine", "vllm") == "vllm" and readers.engine_support("vllm", facts).reason is None
     )
+    # The original runs in transformers where the checkpoint's engine has no class for it, or does not read its format.
     engine = f" --engine {other} --baseline-engine hf" if other else "" if in_vllm else " --engine hf"
     compare = evaluation_command(out, model, engine)
     serve = f"vlmcompress serve {shlex.quote(str(out))}"
@@ -102,7 +103,8 @@ def result(out: Path, model: str, manifest: Mapping[str, Any], seconds: float) -
         "weights_after": after,
         "ratio": round(before / max(after, 1), 4),
         "devices": [] if other else manifest["devices"],
-        "bits": manifest["allocation"]["bits"] if "allocation" in manifest else None,
+        "bits": allocation["bits"] if allocation else None,
+        "widths": Counter(group["width"] for group in allocation["groups"]) if allocation else None,
         "worst_layers": worst_layers(manifest["errors"]),
         "measured_on": measured_text(manifest["calibration"]) if manifest["calibration"] else None,
         "kv_cache": kv_cache(manifest["kv_cache"]),
@@ -155,6 +157,8 @@ def text(done: Mapping[str, Any], verbose: bool = False) -> str:
         lines.append(f"  devices   {devices_text(done['devices'])}")
     if done["bits"]:
         lines.append(f"  bits      {done['bits']:g} per weight of the quantized layers, scales included")
+        widths = (f"{n} in {name}{' bits' * name.isdecimal()}" for name, n in sorted(done["widths"].items()))
+        lines.append(f"  widths    groups of layers: {', '.join(widths)}")
     for number, layer in enumerate(done["worst_layers"]):
         error = ", ".join(f"{error_kind(modality)} {percentage(value)}" for modality, value in layer["error"].items())
         lines.append(f"  {'' if number else 'worst':<9} {layer['layer']}: {error}")

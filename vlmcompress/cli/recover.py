@@ -15,15 +15,13 @@ from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, calibration_flag, evaluation_command, written_text
 from vlmcompress.utils import distributed, hub
-from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.text import table
 
 GROUP = "compress"
 PLACE = 25
 KEYS = ("model", "out", "reduce", "resize", "calibrate", "trust_remote_code", "seed", "engine", "shard_size")
-PARTS = ("projector", "norms", "lora", "tower")  # `recovery_parts.PARTS`, whose module imports torch
-DEFAULTS = {"rank": 8, "steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
+DEFAULTS = {"steps": 300, "batch": 4, "lr": 2e-4, "every": 25}
 
 
 def options(parser: Parser) -> None:
@@ -38,7 +36,6 @@ def options(parser: Parser) -> None:
         help="projector, norms (of the language model), lora (adapters of its linear layers, merged at the end), tower; "
         "default: projector,norms,lora",
     )
-    parser.add_argument("--rank", metavar="R", default=DEFAULTS["rank"], help="rank of the adapters")
     _flags.training(parser, DEFAULTS, lr="2e-4")
     _flags.settings(parser, "calibrate.max_length, engine, shard_size or trust_remote_code")
     _flags.resumable(parser, "OUT")
@@ -53,15 +50,11 @@ def options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Train the model and report its held-out divergence."""
-    names = args.train.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
     values = _flags.recipe_values(args)
     _flags.require_used_values(values, "recover", KEYS, "recover trains on images with questions alone")
     from vlmcompress.training.recover import TrainingOptions, recover
 
-    training = TrainingOptions(tuple(names), **{name: getattr(args, name) for name in DEFAULTS})
+    training = TrainingOptions(tuple(args.train.split(",")), **{name: getattr(args, name) for name in DEFAULTS})
     recipe = _flags.training_recipe(values, training)
     with closing(ProgressBar()) as progress:
         done = recover(recipe, training, restart=args.restart, overwrite=args.overwrite, progress=progress)

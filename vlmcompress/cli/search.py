@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GROUP = "compress"
 PLACE = 22
-GOALS = ("throughput", "ttft", "memory", "cost")
+GOALS = ("throughput", "ttft", "memory")
 CONFIRMATION = "confirmation"
 DROP, DROP_OF_IMAGES = 0.01, 0.1  # default floors, of accuracy and of agreement
 
@@ -50,7 +50,7 @@ def options(parser: Parser) -> None:
         "--prompts", metavar="FILE", help="questions about --images, one per line; default: six short ones"
     )
     _flags.target(parser)
-    parser.add_argument("--optimize", default="throughput", metavar="WHAT", help="throughput, ttft, memory or cost")
+    parser.add_argument("--optimize", default="throughput", metavar="WHAT", help="throughput, ttft or memory")
     parser.add_argument(
         "--max-drop",
         type=float,
@@ -62,9 +62,6 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="maximum number of questions, or of images with --images"
-    )
-    parser.add_argument(
-        "--speed", default="", metavar="HOW", help="measured (in vLLM here) or modelled (from the target's rates)"
     )
     parser.add_argument(
         "--image-size",
@@ -143,8 +140,6 @@ def request(args: argparse.Namespace) -> SearchRequest:
         raise UserError(f"--limit is {args.limit}, it should be at least 1")
     if args.optimize not in GOALS:
         raise UserError(f"--optimize {args.optimize}: no such objective{did_you_mean(args.optimize, GOALS)}")
-    if args.speed not in ("", "measured", "modelled"):
-        raise UserError(f"--speed {args.speed}: give measured or modelled")
     margin = args.max_drop if args.max_drop is not None else DROP_OF_IMAGES if args.images else DROP
     if not 0 < margin < 1:
         raise UserError(f"--max-drop {margin:g} is not a share between 0 and 1; for one point write 0.01")
@@ -152,30 +147,19 @@ def request(args: argparse.Namespace) -> SearchRequest:
         raise UserError(f"--out-tokens is {args.out_tokens}; it should be at least 1")
     if args.engine not in ("vllm", "hf"):
         raise UserError(f"--engine {args.engine}: a search evaluates its own checkpoints; give vllm or hf")
-    if args.images and not Path(args.images).is_dir():
-        raise UserError(
-            f"--images {args.images} is not a folder; name one with images like those that the model will see"
-        )
     for name in (args.data, args.confirm):
         if name is not None:
             hub.require_data(name, answered=True)
     image, budget = parse_pixels(args.image_size, "--image-size", most=999_999), seconds(args.max_time)
     base = _flags.recipe_values(args)
-    out = Path(base.pop("out"))
     prompts = _prompts(args.prompts) if args.prompts else None
-    # Refused now and not after hours: modelled speed needs the target's rates, measured speed does not.
-    if args.speed == "modelled" and args.optimize != "memory" and (target := base.get("target")):
-        from vlmcompress.recipe import targets
-
-        if not targets.get_target(target).rates:
-            raise UserError(f"--speed modelled: how fast {target} is, is not known; use --speed measured there")
     from vlmcompress.evaluation.search.own_answers import PROMPTS
     from vlmcompress.evaluation.search.search import SearchRequest
     from vlmcompress.evaluation.search.speed import TypicalRequest
 
     return SearchRequest(
+        out=Path(base.pop("out")),
         base=base,
-        out=out,
         data=args.data,
         suite=args.suite,
         confirm=args.confirm,
@@ -184,7 +168,6 @@ def request(args: argparse.Namespace) -> SearchRequest:
         limit=args.limit,
         margin=margin,
         goal=args.optimize,
-        speed=args.speed,
         load=TypicalRequest(image=image, out=args.out_tokens),
         budget=budget,
         engine=args.engine,
@@ -209,11 +192,9 @@ def _prompts(file: str) -> tuple[str, ...]:
     try:
         lines = tuple(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--prompts {file} cannot be read ({error}); give a text file with one prompt per line"
-        ) from error
+        raise UserError(f"--prompts {file} cannot be read ({error}); write one prompt per line") from error
     if not lines:
-        raise UserError(f"--prompts {file} is empty; give one prompt per line")
+        raise UserError(f"--prompts {file} is empty; write one prompt per line")
     return lines
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 MROPE = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # ...ForConditionalGeneration
 CLASSES = (*MROPE, "Idefics3", "InternVL", "Llava", "SmolVLM")
-OPTIONS = ("method", "keep", "temperature", "window")  # a checkpoint has those that are not at their defaults
+OPTIONS = ("method", "keep", "temperature", "window")  # "temperature", which has one value: of earlier checkpoints
+TEMPERATURE = 0.2
 
 
 def uniform(rows: np.ndarray, grid: tuple, options: dict) -> np.ndarray:
@@ -71,7 +72,7 @@ def divprune(rows: np.ndarray, grid: tuple, options: dict) -> np.ndarray:
 def coverage(rows: np.ndarray, grid: tuple, options: dict) -> np.ndarray:
     """Those of rows `[n, d]` that represent all of them best stay; see `methods.coverage`."""
     rows = _unit(rows)
-    scores = rows @ rows.T / options.get("temperature", 0.2)
+    scores = rows @ rows.T / TEMPERATURE
     scores = np.exp(scores - scores.max(1, keepdims=True))
     scores /= scores.sum(1, keepdims=True)
     best, chosen = np.zeros(len(rows), np.float32), list[int]()
@@ -126,7 +127,7 @@ def problem(config: dict) -> str:
     if name not in CLASSES or reduce.get("method") not in METHODS:
         sides = f"{', '.join(CLASSES)} by {', '.join(METHODS)}", f"{name} by {reduce.get('method')}"
         return f"in MLX fewer tokens are for {sides[0]}, not for {sides[1]}"
-    odd = [name for name in reduce if name not in OPTIONS]
+    odd = [name for name in reduce if name not in OPTIONS or (name == "temperature" and reduce[name] != TEMPERATURE)]
     return f"in MLX the reducer {reduce['method']} has no option {odd[0]}" if odd else ""
 
 

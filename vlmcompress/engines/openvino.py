@@ -33,7 +33,7 @@ ENGINE = Local(
 def start(job: dict):
     """Load the engine; return it with a description."""
     engine = Engine(job)
-    return engine, description(engine, "openvino", "openvino-genai") | {"reduce": engine.reduce}
+    return engine, description(engine, "openvino", "openvino-genai")
 
 
 class Engine(Rendered):
@@ -42,17 +42,13 @@ class Engine(Rendered):
     def __init__(self, job: dict):
         import openvino_genai
 
-        from vlmcompress.export.openvino import REGISTRY, pruning
-        from vlmcompress.reduction import block as reducer_block
-        from vlmcompress.reduction.choice import parse_reducer
+        from vlmcompress.export.openvino import REGISTRY
 
         super().__init__(job, "openvino", REGISTRY, "openvino_language_model.xml")
         folder, settings = Path(job["model"]), job["settings"]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        carried = reducer_block.read_reducer(config)
-        reduce = parse_reducer(job["reduce"]) if job.get("reduce") else carried.reducer if carried else None
-        self.reduce = str(reduce) if reduce else None
-        self.pruned = pruning(reduce.plain(), self.family_name) if reduce else {}
+        if job.get("reduce") or "vlmcompress" in config:  # the block of a reducer
+            raise ValueError("OpenVINO GenAI runs no reducer of visual tokens; use --engine hf, or resize images")
         positions, limit = config["text_config"].get("max_position_embeddings") or 8192, settings["max_model_len"]
         self.longest = min(positions, limit) if limit > 0 else positions
         # OpenVINO 2026.4.1 dies with SIGFPE when it compiles a bfloat16 matrix product for one thread (openvino #33300), and
@@ -91,7 +87,7 @@ class Engine(Rendered):
         # replaces it, and has to name the end tokens.
         config = GenerationConfig()
         ends = {*self.pipeline.get_generation_config().stop_token_ids, self.pipeline.get_tokenizer().get_eos_token_id()}
-        options |= {"stop_token_ids": ends, "apply_chat_template": False, **self.pruned}
+        options |= {"stop_token_ids": ends, "apply_chat_template": False}
         config.update_generation_config(max_new_tokens=max_tokens, **options)
         return self.pipeline.generate(prompt, images=images, generation_config=config)
 

@@ -18,7 +18,7 @@ from vlmcompress.utils.errors import UserError
 SCHEMA = 2
 FILE = "results.json"
 Verdict = Literal["pass", "fail", "inconclusive"]
-State = Literal["cold", "warm"]
+State = Literal["cold", "warm"]  # caches off or on; `bench` measures cold alone since November 2026
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Counts = tuple[Count, Count]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -56,12 +56,9 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
         "## What is quantized\n\n" + (_schemes(quantization) if quantization else "Nothing."),
     ]
     if resize := record["recipe"].get("resize"):
-        most = f"to at most {resize['tokens']:,} visual tokens, in every engine"
-        keep = resize.get("keep")
-        share = f" So the calibration images have at most {keep:.1%} of the tokens that they had." if keep else ""
         sections.append(
-            f"## Image size\n\nThe processor makes large images smaller: {most}.{share} No "
-            "weight depends on it, and the original's processor undoes it."
+            f"## Image size\n\nThe processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in "
+            "every engine. No weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
         query_aware = QUERY if reducer.reducer.query_aware and record["recipe"].get("engine", "vllm") == "vllm" else ""
@@ -70,13 +67,9 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     if recovery := record.get("recovery"):
         sections.append("## Recovered\n\n" + _recovery(recovery))
     sections.append("## Use\n\n" + _usage(name, facts))
-    if commands := launch.commands(facts):
-        rows = ["| engine | from this folder | checked |", "|---|---|---|"]
-        rows += [f"| {title} | `{command}` | {checked} |" for title, command, checked in commands]
-        where = f"Which engines cannot load it and why: `{launch_files.FOLDER}/README.md`."
-        sections.append("## Engines\n\n" + "\n".join(rows) + f"\n\n{where}")
     if record.get("errors"):
-        sections.append("## Error of the layers\n\n" + _errors(record["errors"]))
+        text = f"{manifest.errors_text(record['errors'])} `vlmcompress report . --errors` lists them."
+        sections.append("## Error of the layers\n\n" + text)
     sections.append("## How it was made\n\n" + _provenance(record))
     terms = f" ({_plain(licence)})." if isinstance(licence, str) and licence else "; see the original model."
     kept = f" The original's model card is `{SOURCE_CARD}`." if (tree / SOURCE_CARD).is_file() else ""
@@ -152,12 +145,9 @@ def _recovery(recovery: Mapping[str, Any]) -> str:
     training = f"{recovery['steps']} steps on {samples['trained_on']} samples"
     if not recovery["changed"]:
         return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
-    parts = ", ".join(f"{name} ({count:,})" for name, count in recovery["parameters"].items())
     return (
-        f"Trained after the reducer to answer as the original does: {training}, of which step "
-        f"{recovery['best_step']} is kept. "
-        f"Its divergence from the original on {samples['held_out']} held-out samples fell from {kl['before']:.4f} to "
-        f"{kl['after']:.4f} nats an answer token. Trained numbers: {parts}."
+        f"Trained after the reducer to answer as the original does: {training}. Its divergence from the original on "
+        f"{samples['held_out']} held-out samples fell from {kl['before']:.4f} to {kl['after']:.4f} nats an answer token."
     )
 
 
@@ -174,37 +164,31 @@ def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) ->
 
 
 def _usage(name: str, facts: readers.LoadFacts) -> str:
-    """The section about engines: packages to install, the command or code, and why other engines don't load the checkpoint."""
+    """The section about engines: the command or code, packages to install, and why other engines don't load the checkpoint."""
     name = name if name.isprintable() and "`" not in name else "FOLDER"
     folder = shlex.quote(f"./{name}")
-    first = "From the folder that holds this one:"
-    if facts.method == "openvino":
-        return (
-            f"{first}\n\n```sh\npip install openvino-genai pillow\n"
-            f'python {folder}/serve/ask_openvino.py "What is shown?" photo.jpg\n```'
-        )
+    parts = []
     if facts.method == "mlx":
         ask = f'python -m mlx_vlm.generate --model {folder} --image photo.jpg --prompt "What is shown?"'
         if facts.reducer:
             ask = f"pip install vlmcompress  # mlx-vlm alone and LM Studio keep all visual tokens\nvlmcompress serve {folder}"
-        return f"{first}\n\n```sh\npip install mlx-vlm\n{ask}\n```\n\nLM Studio loads the folder, too."
-    if facts.method == "gguf":
-        return (
-            f"{first}\n\n```sh\nllama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf --jinja\n```\n\n"
-            "llama.cpp reads no limits of an image's tokens from files: see `--image-min-tokens`, `--image-max-tokens`."
-        )
-    flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
-    served = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
-    if reason := readers.engine_support("vllm", facts).reason:
-        served = f"vLLM does not load it: {reason}."
-    elif facts.reducer:
-        plugin = "pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint."
-        served = f"{plugin}\n\n{served}"
-    parts = [first, served, _transformers(name, facts)]
-    return (
-        "\n\n".join(parts)
-        + f"\n\n`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."
-    )
+        parts = [f"```sh\npip install mlx-vlm\n{ask}\n```\n\nLM Studio loads the folder, too."]
+    elif facts.method not in ("gguf", "openvino"):
+        flags = " --trust-remote-code" * facts.code + " --kv-cache-dtype fp8" * facts.kv_fp8
+        served = f"```sh\nvllm serve {folder} --served-model-name {facts.name}{flags}\n```"
+        if reason := readers.engine_support("vllm", facts).reason:
+            served = f"vLLM does not load it: {reason}."
+        elif facts.reducer:
+            plugin = "pip install vlmcompress where vLLM is; without its plugin vLLM refuses this checkpoint."
+            served = f"{plugin}\n\n{served}"
+        check = f"`vlmcompress doctor {folder}` checks that every file and tensor is as it was written."
+        parts = [served, _transformers(name, facts), check]
+    if commands := launch.commands(facts):
+        rows = ["| engine | from this folder | checked |", "|---|---|---|"]
+        rows += [f"| {title} | `{command}` | {checked} |" for title, command, checked in commands]
+        where = f"Which engines cannot load it and why: `{launch_files.FOLDER}/README.md`."
+        parts += ["\n".join(rows), where]
+    return "\n\n".join(["From the folder that holds this one:"] * (facts.method not in ("gguf", "openvino")) + parts)
 
 
 def _transformers(name: str, facts: readers.LoadFacts) -> str:
@@ -228,17 +212,6 @@ def _transformers(name: str, facts: readers.LoadFacts) -> str:
     notes = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in verdict.notes)
     code = "\n".join([*imports, "", *model])
     return f"{install}```python\n{code}\n```{notes}"
-
-
-def _errors(errors: Mapping[str, Mapping[str, float]]) -> str:
-    lines = [manifest.errors_text(errors), ""]
-    lines += ["| of | mean | worst | layer |", "|---|---|---|---|"]
-    for modality in sorted({modality for by_modality in errors.values() for modality in by_modality}):
-        layers = {name: by_modality[modality] for name, by_modality in errors.items() if modality in by_modality}
-        worst = max(layers, key=lambda name: layers[name])
-        mean = sum(layers.values()) / len(layers)
-        lines.append(f"| {manifest.error_kind(modality)} | {mean:.2e} | {layers[worst]:.2e} | `{worst}` |")
-    return "\n".join(lines)
 
 
 def _provenance(record: Mapping[str, Any]) -> str:

@@ -18,9 +18,9 @@ from vlmcompress.utils import folders, tensor_files
 from vlmcompress.utils.model_folder import companions
 from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_headers import Entry
-from vlmcompress.utils.text import parse_bytes
 
 Change = Callable[[Tensor], Tensor]
+SHARD_BYTES = 5 * 10**9  # of the largest weight file
 
 
 def has(out: Path, record: str, mark: str) -> bool:
@@ -36,7 +36,6 @@ def write_changed(
     record: tuple[str, str],
     *,
     files: Path | None = None,
-    shard_size: str = "5GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the folder `out` atomically, replacing an earlier one.
@@ -51,7 +50,7 @@ def write_changed(
     name, mark = record
     folders.require_out(source, out, overwrite=True, mark=name)
     with folders.new_folder(out) as tree:
-        write_weights(tree, list(tensors), parse_bytes(shard_size, "shard_size"), {}, FORMATS.get("bf16"), progress)
+        write_weights(tree, list(tensors), SHARD_BYTES, {}, FORMATS.get("bf16"), progress)
         write_json(tree / "config.json", dict(config))
         files = files or source
         for place in companions(files):

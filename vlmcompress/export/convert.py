@@ -18,7 +18,9 @@ from vlmcompress.export.layer_targets import describe_layers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.export.stored import Stored
 from vlmcompress.export.write import Checkpoint, OutputTensor, cast_entry, write
+from vlmcompress.models import Source
 from vlmcompress.models.layer_names import Layers
+from vlmcompress.numerics import label
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.utils import folders, model_folder
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -32,7 +34,6 @@ def convert(
     format: str,
     *,
     mmproj: Literal["q8_0", "f16"] | None = None,
-    shard_size: str = "5GB",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
@@ -43,7 +44,6 @@ def convert(
         out: folder to write; it is complete or absent.
         format: name of a module in `vlmcompress.export.formats`.
         mmproj: see `Recipe`.
-        shard_size: largest weight file.
         overwrite: replace an existing `out` of ours once the new one is complete.
         progress: called with (bytes written, total bytes).
 
@@ -73,7 +73,7 @@ def convert(
     config = models.without_missing_mtp(stored.spec, stored.spec.completed(stored.config), specs)
     config.pop("quantization_config", None)
     config = stored.float_type.config(config)
-    before, record = _record(stored, {"format": format, "mmproj": mmproj})
+    record = _record(stored, {"format": format, "mmproj": mmproj})
     record["warnings"] = [*record["warnings"], *models.mtp_warnings(stored.spec, stored.config, specs)]
     if format == "compressed-tensors" and stored.scale_dtype is None:
         record["warnings"].append(
@@ -96,11 +96,7 @@ def convert(
         exporter=writer,
         layers=layers,
         config=config,
-        manifest=lambda: record,
-        before=before,
-        memory={name: parameter for parameter, name in written.items()},
-        family=stored.spec.family,
-        shard_size=shard_size,
+        manifest=record,
         mmproj=mmproj,
     )
     with locked_folder(source, out, overwrite=overwrite, mark=MANIFEST):
@@ -141,7 +137,7 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
                 name, spec = kv.get(entry.name) or renamed.get(entry.name, entry.name), entry.spec
                 if entry.name not in kv:
                     spec = stored.float_type.spec(memory.get(entry.name, entry.name), spec)
-                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
+                tensors.append(OutputTensor(name, spec, cast_entry(entry, spec), memory.get(entry.name)))
         elif module not in done:
             done.add(module)
             layer = stored.layers[module]
@@ -151,8 +147,8 @@ def written_tensors(stored: Stored, writer: Writer) -> list[OutputTensor]:
     return tensors
 
 
-def _record(stored: Stored, keys: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Bytes of the original's tensors, and the new checkpoint's manifest without sizes and hashes; `keys`: of its recipe.
+def _record(stored: Stored, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The new checkpoint's manifest without its size and hashes; `keys`: of its recipe.
 
     The original of another tool's checkpoint is unknown and assumed to be 16 bits wide.
     """
@@ -164,7 +160,34 @@ def _record(stored: Stored, keys: Mapping[str, Any]) -> tuple[int, dict[str, Any
         record = manifest.read_manifest(stored.path)
         manifest.verify_hashes(stored.path, record)
         recipe = record["recipe"] | keys
-        return record["size"]["weights_before"], record | {"recipe": recipe, "converted": converted}
+        return record | {"recipe": recipe, "converted": converted}
     recipe = {"model": str(stored.path), "scheme": "converted", "seed": None, **keys}
     record = manifest.build(stored.path, family=stored.spec.family, recipe=recipe, calibration=None, errors={})
-    return total, record | {"converted": converted}
+    return record | {"size": {"weights_before": total}, "converted": converted}
+
+
+def dequantized_outline(path: Path) -> Source:
+    """The 16-bit model that `write_dequantized` would write, from headers alone.
+
+    FP8 has 3 bits of mantissa, so that its error adds little to that of a second rounding to 4 bits or fewer. Integers of few
+    bits have larger errors and are refused with a `UserError`.
+    """
+    with models.quiet_transformers():
+        stored = Stored.of(path)
+    for scheme in dict.fromkeys(stored.schemes.values()):
+        if scheme.weights.kind != "float" or scheme.weights.bits != 8:
+            raise UserError(
+                f"{path} holds weights in {label(scheme)}, but --from-quantized takes only FP8, as rounding codes of few bits "
+                "again costs too much; give the 16-bit original"
+            )
+    stored.require_scales()
+    specs = {tensor.name: tensor.spec for tensor in written_tensors(stored, FORMATS.get("bf16"))}
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    names = models.written_names(stored.names, stored.spec)
+    return Source(path, config, stored.spec, stored.meta_model, specs, names, headers=False)
+
+
+def write_dequantized(path: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Source:
+    """Write the 16-bit model of an FP8 checkpoint to the folder `out`, replacing an earlier one."""
+    convert(path, out, "bf16", overwrite=True, progress=progress)
+    return Source.of(out)

@@ -41,6 +41,11 @@ def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str
     if isinstance(target_name, str) and target_name in targets.REGISTRY:
         target = targets.get_target(target_name)
         machine = readers.Machine(target.title, target.memory, target.capability)
+    try:
+        # speculative decoding by the checkpoint's own head
+        draft = "mtp" if models.mtp_blocks(models.spec_for(dict(config)), config) else ""
+    except UserError:
+        draft = ""
     weights = sizes.get("weights_after")
     weights = weights if isinstance(weights, int) else 0
     splits = record.get("devices")
@@ -52,18 +57,9 @@ def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str
         machine=machine,
         reducer=reducer,
         experts=models.mixture(config) is not None,
-        draft=_draft(config),
+        draft=draft,
         splits=splits,
     )
-
-
-def _draft(config: Mapping[str, Any]) -> str:
-    """Method of speculative decoding by the checkpoint's own head, from its config; empty: it has none."""
-    try:
-        spec = models.spec_for(dict(config))
-    except UserError:
-        return ""
-    return "mtp" if models.mtp_blocks(spec, config) else ""
 
 
 def _generation(folder: Path) -> dict[str, Any]:

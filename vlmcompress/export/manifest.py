@@ -135,7 +135,7 @@ def build(
     warnings: Sequence[str] = (),
     **optional: Any,
 ) -> dict:
-    """Build the manifest without sizes and hashes, which `export.write` adds.
+    """Build the manifest without sizes and hashes: callers add `size.weights_before`, `export.write` the rest.
 
     Args:
         source: folder of the original checkpoint.

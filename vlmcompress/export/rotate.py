@@ -102,7 +102,6 @@ def write_rotated(
     out: Path,
     rotations: Rotations,
     *,
-    shard_size: str = "5GB",
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -125,7 +124,7 @@ def write_rotated(
     per_tensor = changes(residual, rotations, lambda name: tensor_files.read_tensor(entries[source.names[name]]))
     tensors = _plan_tensors(source, residual, per_tensor, torch.device(device))
     config = untied(source.config) if residual.tied else source.config
-    changed.write_changed(source.path, out, tensors, config, (RECORD, mark), shard_size=shard_size, progress=progress)
+    changed.write_changed(source.path, out, tensors, config, (RECORD, mark), progress=progress)
 
 
 def record(source: Source, rotations: Rotations) -> str:

@@ -53,11 +53,12 @@ Quantized = tuple[QTensor, Scheme, Tensor | None]
 @dataclass(frozen=True)
 class OutputTensor:
     """One tensor to write and the origin of its bytes: a stored entry, a tensor, a function that returns one, or a part of a
-    quantized layer as (module, local name)."""
+    quantized layer as (module, local name). `memory`: the parameter's memory name, where it is one."""
 
     name: str
     spec: Spec
     origin: Entry | Tensor | Callable[[], Tensor] | tuple[str, str]
+    memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,12 @@ class Checkpoint:
         shapes: quantized linear layer -> its weight's shape.
         exporter: the format that is written; `layers`: what its config files say.
         config: config.json without the format's block.
-        manifest: returns the result of `manifest.build`, once all layers have been read; files and sizes are added.
-        before: bytes of the original's tensors.
-        memory: name of a tensor in the output -> memory name of the parameter.
-        family: name of the model's family.
+        manifest: what `manifest.build` returns; files and sizes are added. Reading a layer may add its errors, which `work`
+            keeps with the weight files.
         extra_files: name of an additional or changed file -> bytes, or data that are written as JSON.
         shard_size: largest weight file.
         mmproj: the recipe's.
         work: the folder of the run's finished work, which keeps finished weight files until all are; None: nothing does.
-        errors: layer -> its errors, for the manifest. Reading a layer may add them, and `work` keeps them with the files.
     """
 
     original: Path
@@ -90,15 +88,11 @@ class Checkpoint:
     exporter: Writer
     layers: Layers
     config: dict
-    manifest: Callable[[], dict]
-    before: int
-    memory: Mapping[str, str]
-    family: str
+    manifest: dict[str, Any]
     extra_files: Mapping[str, Mapping | bytes] = field(default_factory=dict)
     shard_size: str | int = "5GB"
     mmproj: str | None = None
     work: WorkFolder | None = None
-    errors: dict[str, Any] = field(default_factory=dict)
 
 
 def write(
@@ -115,7 +109,8 @@ def write(
         progress: called with bytes written and bytes in all.
     """
     folders.require_out(checkpoint.original, out, overwrite=overwrite, mark=MANIFEST)
-    limit, warnings, hashes = parse_bytes(checkpoint.shard_size, "shard_size"), list[str](), dict[str, Any]()
+    limit, hashes = parse_bytes(checkpoint.shard_size, "shard_size"), dict[str, Any]()
+    record, family = checkpoint.manifest, checkpoint.manifest["model"]["family"]
     # The source's model card is kept under another name.
     places = {
         place: Path(card.SOURCE_CARD) if str(place) == card.CARD else place for place in companions(checkpoint.files)
@@ -144,13 +139,14 @@ def write(
         with phase("writing"):
             if isinstance(checkpoint.exporter, EngineFiles):
                 parts = _parts(tree, checkpoint)
-                if problems := checkpoint.exporter.source_problems(tree, checkpoint.family, parts.config):
+                if problems := checkpoint.exporter.source_problems(tree, family, parts.config):
                     raise UserError(problems[0])
                 tokens = tokenizers.compare_tokenizers(checkpoint.exporter, tree, parts.config)
                 if tokens.problem:
                     raise UserError(tokens.problem)
-                warnings += [tokens.warning] if tokens.warning else []
-                after = checkpoint.exporter.write_files(tree, checkpoint.family, parts, progress)
+                if tokens.warning:
+                    record = record | {"warnings": [*record["warnings"], tokens.warning]}
+                after = checkpoint.exporter.write_files(tree, family, parts, progress)
             else:
                 after, hashes = write_weights(
                     tree,
@@ -160,11 +156,10 @@ def write(
                     checkpoint.exporter,
                     progress,
                     checkpoint.work,
-                    checkpoint.errors,
+                    record["errors"],
                 )
-        size = {"weights_before": checkpoint.before, "weights_after": after}
-        record = checkpoint.manifest() | {"size": size, "tensors": len(checkpoint.tensors), "timing": phase_seconds()}
-        record["warnings"] = [*record.get("warnings", ()), *warnings]
+        size = record["size"] | {"weights_after": after}
+        record = record | {"size": size, "tensors": len(checkpoint.tensors), "timing": phase_seconds()}
         launch_files.write_launch_files(tree, record, out.name)
         (tree / card.CARD).write_text(card.render_card(record, tree, out.name), encoding="utf-8")
         record["files"] = manifest.hash_files(tree, lambda path: hashes.get(path.name) or manifest.hash_file(path))
@@ -177,7 +172,7 @@ def _parts(tree: Path, checkpoint: Checkpoint) -> Parts:
     with quiet_transformers():
         config = AutoConfig.from_pretrained(tree, local_files_only=True, trust_remote_code=False).to_dict()
         processor = load_processor(tree, False)
-    plain = {checkpoint.memory.get(t.name, t.name): t for t in checkpoint.tensors if not isinstance(t.origin, tuple)}
+    plain = {t.memory or t.name: t for t in checkpoint.tensors if not isinstance(t.origin, tuple)}
 
     def read(name: str) -> Tensor:
         origin = plain[name].origin
@@ -265,9 +260,10 @@ def plan_tensors(
             value = values.pop(entry.name)
             if tuple(value.shape) != spec.shape:
                 raise ValueError(f"{entry.name} is {spec.shape}, its new value {tuple(value.shape)}")
-            tensors.append(OutputTensor(name, spec, value.to(tensor_files.DTYPES[spec.dtype])))
+            value = value.to(tensor_files.DTYPES[spec.dtype])
+            tensors.append(OutputTensor(name, spec, value, memory.get(entry.name)))
         else:
-            tensors.append(OutputTensor(name, spec, cast_entry(entry, spec)))
+            tensors.append(OutputTensor(name, spec, cast_entry(entry, spec), memory.get(entry.name)))
     if layers or values:
         raise ValueError(f"not in the source checkpoint: {sorted([*layers, *values])}")
     for module, scales in (kv_scales or {}).items():
@@ -349,7 +345,8 @@ def write_weights(
         limit: most bytes of a file.
         quantized: as in `Checkpoint`; two layers are in memory at a time.
         progress: called with bytes written and bytes in all.
-        work, errors: as in `Checkpoint`. Files that an interrupted run has finished are not written again.
+        work: as in `Checkpoint`. Files that an interrupted run has finished are not written again.
+        errors: the manifest's errors of layers, which reading them may change.
 
     Returns:
         Bytes of tensors, and file name -> the manifest's entry.

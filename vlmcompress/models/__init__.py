@@ -14,9 +14,11 @@ from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     asides,
+    block_side,
     checkpoint_bytes,
     family_of,
     mixture,
+    patch_side,
     quantization_block,
     quantization_method,
     read_config,
@@ -28,14 +30,14 @@ from vlmcompress.models._read import (
     spec_for,
     stored_tensors,
     tensor_headers,
+    tile_grid,
 )
 from vlmcompress.models._requirements import UNSUPPORTED, has_engine_class, has_transformers_class
 from vlmcompress.models._spec import HEAD, Group, LinearGroup, MlxClass, ModelSpec, MtpHead
-from vlmcompress.models._tokens import block_side, patch_side, tile_grid
 
 if TYPE_CHECKING:
     from vlmcompress.models._experts import Expert, Experts
-    from vlmcompress.models._load import load, open_model
+    from vlmcompress.models._load import load, load_processor, open_model
     from vlmcompress.models._modules import (
         attentions,
         decoder_blocks,
@@ -69,8 +71,11 @@ if TYPE_CHECKING:
         unwritten_names,
         written_names,
     )
-    from vlmcompress.models._placeholders import visual_features, visual_shape, wrong_settings
-    from vlmcompress.models._processor import load_processor
+    from vlmcompress.models._placeholders import (
+        visual_features,
+        visual_shape,
+        wrong_settings,
+    )
     from vlmcompress.models._source import (
         VLM,
         Source,
@@ -101,7 +106,7 @@ if TYPE_CHECKING:
     )
 
 _ON_FIRST_USE = (
-    *("_experts", "_load", "_modules", "_names", "_placeholders", "_processor", "_source", "_stream", "_types"),
+    *("_experts", "_load", "_modules", "_names", "_placeholders", "_source", "_stream", "_types"),
     "_vocabulary",
 )
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from vlmcompress.models import _experts
 from vlmcompress.models._names import COMPUTED, flattened
-from vlmcompress.models._processor import load_processor
 from vlmcompress.models._read import mixture, read_config, read_json, require_unquantized, spec_for, stored_tensors
+from vlmcompress.models._requirements import require_processor_sizes
 from vlmcompress.models._source import (
     VLM,
     build_meta_model,
@@ -192,3 +192,35 @@ def _packed_embeddings() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._init_weights = plain  # type: ignore[method-assign]
+
+
+_LIMITS = ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of")
+"""Settings of a tokenizer that shorten or lengthen what it encodes."""
+
+
+def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Load the processor of the model in `path`, which neither truncates nor pads unless it is asked to.
+
+    Raises:
+        UserError: it cannot be loaded, takes no images, or has a setting that is out of bounds.
+    """
+    require_processor_sizes(Path(path))
+    remedy = "; copy the tokenizer and processor files from the source"
+    with foreign_errors(f"{path} has no usable processor", remedy):
+        try:
+            processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            needed = " ".join(str(error).split()).partition(" but ")[0]
+            raise UserError(f"{path}: {needed}; install it with pip, torchvision in the build of your torch") from error
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"{path} has a tokenizer but no image processor; copy preprocessor_config.json from the source")
+    if not isinstance(getattr(processor, "image_token", ""), str):
+        raise UserError(f"{path}: the processor's image_token is no text; copy the processor's files from the source")
+    # Tools that calibrate leave their truncation in tokenizer.json, and transformers 5.17 takes it for the processor's own
+    # (`_merge_kwargs` in `processing_utils.py` reads the tokenizer's `init_kwargs`): prompts would lose their end.
+    for key in _LIMITS:
+        processor.tokenizer.init_kwargs.pop(key, None)
+    if (backend := getattr(processor.tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return processor

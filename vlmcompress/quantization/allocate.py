@@ -21,6 +21,7 @@ from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_bl
 from vlmcompress.quantization.calibration.gradient_pass import kept_gradients
 from vlmcompress.quantization.calibration.predict import Predictor
 from vlmcompress.quantization.inputs import Inputs
+from vlmcompress.quantization.plan import with_problems
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe.allocation import RULES, GroupOption, Key
 from vlmcompress.utils import distributed, tensor_files
@@ -99,7 +100,7 @@ def allocate_bits(plan: Plan, inputs: Inputs, work: WorkFolder, progress: Progre
         ],
     }
     widths = {(group.layer, group.name): budget.widths[picked[group.layer, group.unit]] for group in plan.groups}
-    return replace(plan, widths=widths, allocation=allocation).require_no_problem()
+    return with_problems(replace(plan, widths=widths, allocation=allocation, budget=None))
 
 
 def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers: int, progress: Progress) -> Facts:
@@ -166,7 +167,7 @@ def _block_errors(
         sums = errors.setdefault((layer, group.unit), {})
         for name, method in widths:
             if name in budget.sizes[layer, group.unit]:
-                error = scale * predictor.error(method.module, method.options, smooths=smooths)
+                error = scale * predictor.error(method.quantizer, method.options, smooths=smooths)
                 sums[name] = sums.get(name, 0.0) + error
     return errors
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.export import adapter, dequantized, rotate
+from vlmcompress.export import adapter, rotate
+from vlmcompress.export.convert import write_dequantized
 from vlmcompress.models import VLM, Source
 from vlmcompress.models.data import Reading, encode_usable, load_mixed, provenance, video
 from vlmcompress.models.data.provenance import data_notes, token_counts
@@ -22,8 +23,7 @@ from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
 from vlmcompress.quantization.calibration.block_inputs import Refused
 from vlmcompress.quantization.plan.calibration_data import data_reason, data_source, require_balance_data
-from vlmcompress.quantization.plan.plan import Plan
-from vlmcompress.quantization.plan.survey import rotation_problems
+from vlmcompress.quantization.plan.plan import Plan, rotation_problems
 from vlmcompress.quantization.plan.visual_tokens import VisualTokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file, threshold_file
@@ -246,7 +246,7 @@ def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Sourc
 
     source = None
     if recipe.from_quantized:
-        source = derived("dequantized", "dequantizing", functools.partial(dequantized.write_dequantized, recipe.model))
+        source = derived("dequantized", "dequantizing", functools.partial(write_dequantized, recipe.model))
     if recipe.adapter:
         base = source or Source.of(recipe.model)
         merge = functools.partial(adapter.write_merged, base, recipe.adapter, device=device)

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.export.manifest import MANIFEST
+from vlmcompress.export import adapter
+from vlmcompress.export.manifest import MANIFEST, build
 from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
+from vlmcompress.models.data.provenance import no_image_note, skipped_notes
 from vlmcompress.models.devices import accelerator, full_float32, trim
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.numerics.statistics import kv_range
@@ -33,7 +35,7 @@ from vlmcompress.quantization.calibration.block_store import (
     load_block,
     save_block,
 )
-from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block
+from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, apply, solve_block, warnings
 from vlmcompress.quantization.inputs import (
     Inputs,
     Result,
@@ -44,16 +46,18 @@ from vlmcompress.quantization.inputs import (
     read_for_plan,
     run_settings,
 )
+from vlmcompress.quantization.plan import make_plan, with_problems
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
-from vlmcompress.quantization.plan.plan import Plan, make_plan
-from vlmcompress.quantization.run_manifest import run_manifest
+from vlmcompress.quantization.plan.plan import Plan
+from vlmcompress.quantization.plan.visual_tokens import visual_tokens
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
+from vlmcompress.reduction.choice import calibrated
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.methods import TokenCounter
-from vlmcompress.utils import distributed, folders
+from vlmcompress.utils import distributed, folders, model_folder
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
-from vlmcompress.utils.registry import SCHEMES
+from vlmcompress.utils.text import size
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
 
@@ -116,7 +120,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
             work.expect(run_settings("quantize", recipe))
             # Derive the model to quantize: dequantized to 16 bits, with the adapter merged, rotated.
             if derived := derive_source(recipe, work, progress):
-                plan = plan.with_source(derived).require_no_problem()
+                plan = with_problems(plan.with_source(derived))
             # Read the model, and the calibration samples if anything needs them.
             recipe, inputs = plan.recipe, read_for_plan(plan, progress)
             vlm = inputs.vlm
@@ -321,7 +325,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     Args:
         recovery: the training that the checkpoint comes from; None: there was none.
     """
-    plan, recipe, model, progress = run.plan, run.recipe, run.vlm.model, run.progress
+    plan, recipe = run.plan, run.recipe
     extra_files: dict[str, Mapping[str, Any] | bytes] = {}
     settings: Mapping[str, Any] = {}
     if recipe.resize:
@@ -334,26 +338,11 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
 
-    # Layers are rounded when they are written if they depend on nothing but their weight: without calibration those of the
-    # decoder; those of the vision tower, whose inputs the engine scales token by token; the token embedding, whose rows are
-    # looked up one at a time, so that no other row can compensate for a row's error.
-    parts: list[RoundedLayers | StoredWeights] = []
-    errors: dict[str, dict[str, float]] = {}
+    results = []
     if plan.observed_after:
-        parts.append(StoredWeights(run.work, plan.steps, plan.method))
         results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
-    else:
-        parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
-        results = [BlockResult(errors=errors)]  # they are known once the layers are written
-    if plan.vision_method:
-        parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
-    embedding = models.embedding_name(model)
-    if scheme := plan.schemes.get(embedding):
-        nearest = SCHEMES.get("rtn")
-        bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
-        method = QuantMethod(nearest, nearest.OPTIONS(bits=bits, group_size=group, symmetric=symmetric))
-        parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
-    quantized: ChainMap[str, Quantized] = ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
+    manifest = run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None)
+    quantized = _quantized_layers(run, manifest["errors"])
     schemes = {name: plan.schemes[name] for name in quantized}
 
     # Smoothing changed what is stored in 16 bits, too: norms, layers that stay as they are, biases of quantized ones.
@@ -361,7 +350,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     changed = {
         name: parameter.detach().contiguous()
         for op in sorted(smoothed)
-        for name, parameter in model.get_submodule(op).named_parameters(prefix=op, recurse=False)
+        for name, parameter in run.vlm.model.get_submodule(op).named_parameters(prefix=op, recurse=False)
         if name.removesuffix(".weight") not in schemes
     }
     changed |= recovery.trained if recovery else {}
@@ -375,19 +364,120 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         exporter=recipe.exporter,
         layers=plan.layers,
         config=written_config(plan.source, schemes, recipe.reduce, run.counter, settings),
-        manifest=lambda: run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None),
-        before=models.checkpoint_bytes(recipe.model),
-        memory={plan.source.written[parameter]: parameter for parameter in plan.source.names},
-        family=plan.source.spec.family,
+        manifest=manifest,
         extra_files=extra_files,
         shard_size=recipe.shard_size,
         mmproj=recipe.mmproj,
         work=run.work,
-        errors=errors,
     )
     return write(
         checkpoint,
         run.work.out,
         overwrite=run.overwrite,
-        progress=lambda done, total: progress("writing", done, total),
+        progress=lambda done, total: run.progress("writing", done, total),
     )
+
+
+def _quantized_layers(run: Run, errors: dict[str, dict[str, float]]) -> Mapping[str, Quantized]:
+    """All quantized layers of a run: those of finished blocks, and those that are rounded when they are read. `errors`: the
+    manifest's, which takes those of the decoder's layers that are rounded.
+
+    Layers are rounded when they are read if they depend on nothing but their weight: without calibration those of the decoder;
+    those of the vision tower, whose inputs the engine scales token by token; the token embedding, whose rows are looked up one
+    at a time, so that no other row can compensate for a row's error.
+    """
+    plan, model = run.plan, run.vlm.model
+    parts: list[RoundedLayers | StoredWeights] = []
+    if plan.observed_after:
+        parts.append(StoredWeights(run.work, plan.steps, plan.method))
+    else:
+        parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
+    if plan.vision_method:
+        parts.append(RoundedLayers(model, plan.vision_groups, plan.vision_method))
+    embedding = models.embedding_name(model)
+    if scheme := plan.schemes.get(embedding):
+        bits, group, symmetric = scheme.weights.bits, scheme.weights.group, scheme.weights.symmetric
+        method = QuantMethod.named("rtn", bits=bits, group_size=group, symmetric=symmetric)
+        parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
+    return ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
+
+
+ENOUGH = 32
+"""Calibration samples below which a run warns."""
+_TIED = "tie_word_embeddings"
+
+
+def run_manifest(
+    plan: Plan,
+    recipe: Recipe,
+    results: Sequence[BlockResult],
+    origin: Mapping[str, Any] | None,
+    recovery: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest of a run without the written size and hashes.
+
+    Args:
+        recipe: the plan's recipe with the learned numbers, as written to the checkpoint.
+        results: of the decoder's blocks.
+        origin: description of the calibration data; None: no calibration.
+        recovery: description of the training after quantization or reduction; None: there was none.
+    """
+    tokens = visual_tokens(recipe, example=True) if recipe.resize else plan.visual_tokens
+    unreduced = []
+    if recipe.reduce and origin is not None and recovery is None and not calibrated(recipe.reduce):
+        unreduced.append(
+            f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"
+        )
+    record = build(
+        recipe.model,
+        family=plan.source.spec.family,
+        recipe=recipe.plain(),
+        calibration=origin,
+        errors={name: error for result in results for name, error in result.errors.items()},
+        maxima={name: owners for result in results for name, owners in result.maxima.items()},
+        kv_cache={name: kv_range.report(r) for result in results for name, r in result.kv_ranges.items()},
+        warnings=[*_plan_warnings(plan, origin), *unreduced, *warnings(results)],
+        allocation=plan.allocation,
+        visual_tokens=tokens.example if tokens else None,
+        recovery=recovery,
+        devices=plan.device_counts,
+    )
+    return record | {"size": {"weights_before": models.checkpoint_bytes(recipe.model)}}
+
+
+def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
+    """Warnings about the plan's model and recipe, a line each. `origin`: description of the calibration data that were read."""
+    recipe, source, lines = plan.recipe, plan.source, _untied(plan)
+    if origin is not None:
+        lines += [*skipped_notes(origin), *no_image_note(origin)]
+        if plan.method.needs.statistics and origin["samples"] < ENOUGH:
+            fit = (
+                "weights fit them better than other inputs" if "gram" in plan.method.needs.statistics else "maxima vary"
+            )
+            lines.append(f"calibrated on {origin['samples']} samples, and with so few {fit}; give {ENOUGH} or more")
+    elif recipe.calibrate.data is not None and not plan.reads_data:
+        why = "no layer of the language model is quantized, and nothing is learned from them"
+        lines.append(f"the calibration data {Path(recipe.calibrate.data).name} were not read: {why}")
+    # faults of the source that the written checkpoint no longer has
+    lines += [f"corrected here: of the source, {models.unfound_text(source.unfound)}"] if source.unfound else []
+    lines += models.unused_text(source)
+    lines += [*models.cast_text(source), *models.mtp_warnings(source.spec, source.config, source.stored)]
+    # other files in the folders of model and adapter, and how they were handled
+    lines += [*models.asides(recipe.model), *adapter.adapter_notes(recipe)]
+    if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
+        lines.append(f"{beyond}; a prompt with one of them fails")
+    if left := model_folder.unrelated_files(recipe.model):
+        rest = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        lines.append(f"not copied, as no reader of a checkpoint needs it: {', '.join(left[:8])}{rest}")
+    return lines
+
+
+def _untied(plan: Plan) -> list[str]:
+    """A line about an output head that is untied from the embedding, as one of both is rotated or quantized."""
+    before = plan.recipe.model if plan.recipe.rotate else plan.source.path
+    if models.read_config(before).get(_TIED) is False or plan.source.config.get(_TIED) is not False:
+        return []
+    extra = sum(spec.nbytes for spec in plan.source.stored.values()) - models.checkpoint_bytes(before)
+    what = "the output head shared the embedding's weights and is now a separate matrix"
+    why = "rotate" if plan.recipe.rotate else "head"
+    return [f"{why}: {what}, {size(extra)} more in 16 bits"] if extra > 0 else []

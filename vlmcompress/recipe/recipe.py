@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from vlmcompress.recipe import adapter as adapters
 from vlmcompress.recipe import presets, targets
-from vlmcompress.recipe.bits import Bits
+from vlmcompress.recipe.allocation import RULES
 from vlmcompress.reduction import choice as reducers
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils import hub, yaml_files
@@ -41,6 +41,8 @@ else:  # pydantic reads annotations when the class is made, and these bring torc
 DEFAULT = "default"
 MOST = 10**9
 """The most samples of a calibration, and the most tokens of a sample."""
+WIDTHS, NAMED_WIDTHS = (2, 3, 4, 8), ("fp8", "int8", "bf16")
+"""What a group of layers can get where `bits` names nothing: bits of the recipe's scheme; and the other schemes."""
 
 # Dotted keys that are paths -> the kind of repository on the Hub that they may name instead.
 _PATHS: dict[str, hub.Kind | None] = {
@@ -87,6 +89,55 @@ class Calibrate(_Frozen):
     samples: int = Field(default=128, ge=1, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
+
+
+class Bits(_Frozen):
+    """A budget of bits: either `budget` or `max_size` is given.
+
+    Attributes:
+        budget: bits per weight of the decoder's quantized layers, scales and zero points included.
+        max_size: bytes of all weights that are written, like 2.4GB.
+        among: the widths that a group of layers can get: bits of the recipe's own scheme, `fp8`, `int8` (weights and
+            activations) or `bf16` (not quantized); None: those of 2, 3, 4 and 8 bits that the target runs. On a target
+            without 8-bit weights with 16-bit activations, 8 bits mean its own 8-bit scheme.
+        by: the rule that allocates the budget (`vlmcompress.recipe.allocation`).
+    """
+
+    budget: float | None = Field(default=None, gt=0, le=16)
+    max_size: str | None = None
+    among: tuple[int | str, ...] | None = Field(default=None, min_length=1)
+    by: str = "error"
+
+    @field_validator("max_size")
+    @classmethod
+    def _size(cls, text: str | None) -> str | None:
+        return None if text is None else require_size(text)
+
+    @field_validator("among")
+    @classmethod
+    def _known(cls, among: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+        for width in among or ():
+            if width not in NAMED_WIDTHS and not (type(width) is int and 2 <= width <= 8):
+                hint = did_you_mean(width, NAMED_WIDTHS) if isinstance(width, str) else ""
+                raise ValueError(
+                    f"should have whole numbers from 2 to 8, {', '.join(NAMED_WIDTHS)}, and has {width!r}{hint}"
+                )
+        if among and len(set(among)) < len(among):
+            raise ValueError("should name each width once")
+        return among
+
+    @field_validator("by")
+    @classmethod
+    def _rule(cls, name: str) -> str:
+        if name not in RULES:
+            raise ValueError(f"should be one of {', '.join(RULES)}{did_you_mean(name, RULES)}")
+        return name
+
+    @model_validator(mode="after")
+    def _one(self) -> Any:
+        if (self.budget is None) == (self.max_size is None):
+            raise ValueError("should have one of budget (bits per weight) and max_size (like 2.4GB)")
+        return self
 
 
 class Recipe(_Frozen):
@@ -189,22 +240,22 @@ class Recipe(_Frozen):
         return self.out
 
     @property
-    def method(self) -> Quantizer[Any]:
-        """The scheme's module in `vlmcompress.quantization.schemes`."""
+    def quantizer(self) -> Quantizer[Any]:
+        """The scheme's algorithm, an entry of `vlmcompress.quantization.schemes`."""
         return SCHEMES.get(self.scheme)
 
     @property
     def number_formats(self) -> Scheme | None:
         """The number formats of the decoder; None when nothing is quantized."""
-        return self.method.scheme(self.options)
+        return self.quantizer.scheme(self.options)
 
     @property
     def parts(self) -> dict[str, Scheme]:
         """Part (`vision tower`, `output head`, ...) -> its number formats, of what is quantized besides the decoder."""
         names = {"vision tower": self.vision, "output head": self.head}
         chosen = {part: presets.resolve_scheme(name) for part, name in names.items() if name != "bf16"}
-        modules = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
-        return {part: module.scheme(module.OPTIONS(**options)) for part, (module, options) in modules.items()}
+        entries = {part: (SCHEMES.get(scheme), options) for part, (scheme, options) in chosen.items()}
+        return {part: entry.scheme(entry.OPTIONS(**options)) for part, (entry, options) in entries.items()}
 
     @property
     def rotation(self) -> dict[str, Any] | None:
@@ -278,8 +329,10 @@ def resolve(
     # A target's default scheme applies where command line and file set none, and the format's group size where none is set.
     layers = [presets.expanded(layer) for layer in layers]
     values, origins = merge(layers)
-    layers.append(_target_layer(values))
-    values, origins = merge(layers)
+    if isinstance(target := values.get("target"), str):
+        scheme = targets.get_target(target).schemes[None]
+        layers.append((f"target {targets.REGISTRY.name(target)}", {"scheme": scheme}))
+        values, origins = merge(layers)
     layers.append(_format_layer(values))
     values, origins = merge(layers)
     for key, registry in (("scheme", SCHEMES), ("target", targets.REGISTRY), ("format", FORMATS)):
@@ -302,8 +355,8 @@ def resolve(
     fields = {"reduce": reducers.merged_reducer(reduce, origins), "options": _options(recipe.scheme, options, origins)}
     recipe = recipe.model_copy(update=fields)
     if recipe.target and strict:
-        formats = (recipe.number_formats, recipe.kv_cache, recipe.parts)
-        targets.require_scheme(recipe.target, *formats)
+        for problem in targets.target_problems(recipe.target, recipe.number_formats, recipe.kv_cache, recipe.parts):
+            raise UserError(problem)
     model = hub.local(recipe.model, weights=weights, code=recipe.trust_remote_code)
     adapter = hub.local(recipe.adapter) if recipe.adapter else None
     if is_adapter(model) and adapter is None:
@@ -325,13 +378,6 @@ def _anchored(settings: Mapping[str, Any], folder: Path, prefix: str = "") -> di
             value = value if hosted else str(folder / value)
         anchored[key] = value
     return anchored
-
-
-def _target_layer(values: Mapping[str, Any]) -> Layer:
-    """The settings that a target gives: its default scheme."""
-    if not isinstance(target := values.get("target"), str):
-        return "target", {}
-    return f"target {targets.REGISTRY.name(target)}", {"scheme": targets.get_target(target).schemes[None]}
 
 
 def _format_layer(values: Mapping[str, Any]) -> Layer:

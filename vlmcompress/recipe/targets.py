@@ -26,11 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import Registry
 
 Goal = Literal["memory", "throughput"]
-_NO_PARTS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -161,22 +159,11 @@ def format_key(scheme: Any) -> str:
     return f"w{weights.bits}a{activations.bits}-{kind}"
 
 
-def require_scheme(
-    name: str,
-    scheme: Any,
-    kv_cache: str | None = None,
-    parts: Mapping[str, Any] = _NO_PARTS,
-) -> None:
-    """Raise `UserError` if the target `name` can't run the recipe, with the first of its `target_problems`."""
-    for reason in target_problems(name, scheme, kv_cache, parts):
-        raise UserError(reason)
-
-
 def target_problems(
     name: str,
     scheme: Any,
     kv_cache: str | None = None,
-    parts: Mapping[str, Any] = _NO_PARTS,
+    parts: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """All reasons why the target can't run the recipe; empty if it can.
 
@@ -187,7 +174,9 @@ def target_problems(
     target = get_target(name)
     reasons = [target.format_problem(format_key(scheme))]
     reasons += [
-        f"{part}: {reason}" for part, other in parts.items() if (reason := target.format_problem(format_key(other)))
+        f"{part}: {reason}"
+        for part, other in (parts or {}).items()
+        if (reason := target.format_problem(format_key(other)))
     ]
     if kv_cache:
         reasons.append(target.no_kv_fp8)

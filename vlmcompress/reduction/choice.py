@@ -42,7 +42,23 @@ if TYPE_CHECKING:  # its modules import torch
 
 
 # Earlier reducer -> what does its work, no worse by docs/results.md.
-RETIRED = {"tome": "dymu, which learns where tokens merge", "scope": "coverage", "pyramiddrop": "fastv"}
+RETIRED = {
+    "tome": "dymu, which learns where tokens merge",
+    "scope": "coverage",
+    "pyramiddrop": "fastv",
+    "cdpruner": "coverage, or divprune",
+}
+# Earlier option of a method -> its value now, with which checkpoints of before name it.
+RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
+    "coverage": {"temperature": 0.2, "similar": 0.6},
+    "dart-llm": {"pivots": 4, "text_pivots": 4},
+    "dyrate": {"least": 0.1},
+    "litevlm": {"lexical": 1.0},
+    "pevlm": {"sink": 1},
+    "relevance": {"sharpness": 3.0},
+    "visionzip": {"contextual": 10 / 64, "merge": "sum"},
+    **{method: {"similar": 0.6} for method in ("dart", "divprune", "evs", "learned", "random", "uniform")},
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,8 @@ class ReducerChoice:
         default = type(self.reducer)()
         settings = {name: value for name, value in self.reducer.settings().items() if name not in ("keep", "sha256")}
         parts = [] if self.reducer.keep is None else [_share(self.reducer.keep)]
-        parts += [f"{name}={_yaml_text(value)}" for name, value in settings.items() if value != getattr(default, name)]
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        parts += [f"{name}={texts[name]}" for name, value in settings.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
@@ -185,6 +202,10 @@ def make_choice(method: str, values: Mapping[str, Any], where: str) -> ReducerCh
     types = typing.get_type_hints(cls)
     hints, checked = {name: types[name] for name in cls().settings()}, {}
     for key, value in values.items():
+        if key not in hints and key in (retired := RETIRED_OPTIONS.get(method, {})):
+            if value != retired[key]:
+                raise UserError(f"{where}: '{method}' has no option '{key}' any more, it is always {retired[key]}")
+            continue
         if key not in hints:
             share = key == "keep"
             what = "has no share to keep" if share else f"has no option '{key}'"
@@ -292,7 +313,3 @@ def _share(keep: float) -> str:
     close = Fraction(keep).limit_denominator(100)
     fraction = f"{close.numerator}/{close.denominator}"
     return next((text for text in (f"{keep:g}", fraction) if float(Fraction(text)) == keep), repr(keep))
-
-
-def _yaml_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -29,17 +29,9 @@ def answer_tokens(batch: Inputs) -> tuple[int, int]:
     return cut, int((modality[cut - 1 :] == ANSWER).sum()) if cut < len(modality) else 0
 
 
-@torch.no_grad()
-def teacher_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """Logits `[answer tokens, vocabulary]` of the model without a graph, for one sample that has an answer."""
-    return gated_logits(vlm, batch)
-
-
-def gated_logits(vlm: VLM, batch: Inputs) -> Tensor:
-    """Logits `[answer tokens, vocabulary]` with a graph, and with the attached gates, if any (`hooks.gated`).
-
-    Gates depend on the image only, so prompt and answer can run together.
-    """
+def whole_logits(vlm: VLM, batch: Inputs) -> Tensor:
+    """Logits `[answer tokens, vocabulary]` of one sample that has an answer, which runs together with the prompt: of the
+    teacher, or with gates (`hooks.gated`), which depend on the image only."""
     cut, count = answer_tokens(batch)
     # Position t predicts token t + 1: logits from the last token of the prompt to the last but one of the answer.
     columns = torch.arange(cut - 1, cut - 1 + count, device=vlm.model.device)

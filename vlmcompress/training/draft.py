@@ -35,7 +35,7 @@ from vlmcompress.reduction.hooks import attach_carried
 from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
 from vlmcompress.training.draft_data import DraftData, load_target
 from vlmcompress.training.eagle3 import DraftShape
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, mean_loss, require_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
@@ -212,25 +212,15 @@ def _train(
         sample = draft_data.sample(index)
         return None if sample is None else eagle3.loss(draft_data.guesses(tensors, sample), sample)
 
-    def backward(index: int, factor: float) -> float:
-        with torch.enable_grad():
-            value = loss(index)
-            if value is None:
-                return 0.0
-            (value * factor).backward()
-        return float(value.detach())
-
-    def held_out() -> float:
-        with torch.no_grad():
-            values = [loss(index) for index in distributed.shard(draft_data.held_out)]
-        sums = [float(value) for value in values if value is not None]
-        # Workers have different numbers of usable samples: the mean is over all of them, not of the workers' means.
-        total = distributed.all_sum(torch.tensor([sum(sums), len(sums)], dtype=torch.float64))
-        return float(total[0] / total[1].clamp_min(1))
-
-    settings = LoopSettings.of(training, seed, "training the draft")
-    callbacks: dict[str, Any] = {"backward": backward, "held_out": held_out}
-    log, best = train(tensors, draft_data.first, settings, **callbacks, work=work, progress=progress)
+    log, best = train(
+        tensors,
+        draft_data.first,
+        LoopSettings.of(training, seed, "training the draft"),
+        loss=loss,
+        held_out=lambda: mean_loss(loss, draft_data.held_out),
+        work=work,
+        progress=progress,
+    )
     if not best and math.isfinite(log.first):
         best = first
     if not best:
@@ -277,11 +267,7 @@ def _facts(
         "vocabulary": draft_data.shape.vocabulary,
         "parameters": sum(tensor.numel() for tensor in best.values()),
         "training": asdict(training) | {"seed": recipe.seed},
-        "samples": {
-            "source": Path(data.source).name,
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-        },
+        "samples": {"source": Path(data.source).name, **data.counts},
         "held_out_kl": {"before": log.first, "after": log.best},
         "acceptance": _acceptance(shares),
         "steps": log.step,

@@ -30,12 +30,14 @@ from vlmcompress.reduction.hooks.gated import Gate, Gated
 from vlmcompress.reduction.methods import REGISTRY, Grid, Signals, learned, reduce, too_small
 from vlmcompress.reduction.support import family_problem
 from vlmcompress.training import distillation, teacher_cache
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, mean_loss, require_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.utils.work_folder import WorkFolder, locked_output
 
+HIDDEN = 64
+"""Width of the network."""
 MEASURED = 64
 """Number of samples on which mean and standard deviation of the channels are measured."""
 TEMPERATURES = (0.5, 0.3)
@@ -59,7 +61,6 @@ class ScorerTraining:
     batch: int = 16
     lr: float = 1e-3
     every: int = 50
-    hidden: int = 64
     to: float | None = None
 
     def __post_init__(self) -> None:
@@ -67,9 +68,7 @@ class ScorerTraining:
             raise UserError(f"--keep is {self.keep:g}; it should be above 0 and below 1, such as 0.25")
         if self.to is not None and not self.keep < self.to < 1:
             raise UserError(f"--to is {self.to:g}; it should be above --keep, {self.keep:g}, and below 1, such as 0.75")
-        require_flags(self, "steps", "batch", "every", "hidden")
-        if self.hidden > scorer_file.MOST_HIDDEN:
-            raise UserError(f"--hidden is {self.hidden}; it should be at most {scorer_file.MOST_HIDDEN}")
+        require_flags(self, "steps", "batch", "every")
 
     def share(self, place: float) -> float:
         """The share to train at, for a position from 0 (smallest) to 1 (largest) in the range of shares."""
@@ -112,8 +111,7 @@ def learn_reducer(
             settings = teacher_cache.training_settings("learn-reducer", recipe, training, samples, {})
         with distributed.process_group():
             work.begin(settings)
-            taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
-            vlm, data = taught.vlm, taught.data
+            vlm, data, origin = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
@@ -127,16 +125,11 @@ def learn_reducer(
             "model_type": vlm.model.config.model_type,
             "source": hub.source_facts(recipe.model)["source"],
             "width": vlm.model.config.get_text_config().hidden_size,
-            "hidden": training.hidden,
+            "hidden": HIDDEN,
             "keep": training.keep,
             "to": training.to,
             "training": asdict(training) | {"seed": recipe.seed},
-            "samples": {
-                "source": taught.origin["source"],
-                "trained_on": len(data.samples) - data.held_out,
-                "held_out": data.held_out,
-                "answers_of_the_teacher": data.written,
-            },
+            "samples": {"source": origin["source"], **data.counts},
             "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
             "steps": log.step,
             "best_step": log.best_step,
@@ -166,7 +159,7 @@ class _Training:
         settings = self.settings
         with self.gated:
             mean, spread = self._spread()
-            start = learned.initial(mean, spread, settings.hidden, self.seed)
+            start = learned.initial(mean, spread, HIDDEN, self.seed)
             self.weights = {name: value.to(self.vlm.model.device) for name, value in start.items()}
             trained = {
                 name: value.requires_grad_() for name, value in self.weights.items() if name not in learned.FIXED
@@ -176,7 +169,7 @@ class _Training:
                 trained,
                 self.first,
                 LoopSettings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
-                backward=self._backward,
+                loss=self._noisy_loss,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,
                 work=self.work,
@@ -191,11 +184,11 @@ class _Training:
     def _loss(self, index: int, gate: Gate) -> Tensor:
         self.gated.gate = gate
         return teacher_cache.teacher_divergence(
-            teacher_cache.targets(self.work, index), distillation.gated_logits(self.vlm, self.batches[index])
+            teacher_cache.targets(self.work, index), distillation.whole_logits(self.vlm, self.batches[index])
         )
 
-    def _backward(self, index: int, factor: float) -> float:
-        """Add a sample's gradient; share and noise are determined by sample number, step and seed. Returns its loss."""
+    def _noisy_loss(self, index: int) -> Tensor:
+        """A training sample's loss, with a soft gradient; share and noise are determined by its number, step and seed."""
         # Python's hash of integers is the same in every process: only those of strings and bytes are salted.
         random = torch.Generator().manual_seed(hash((self.seed, self.step, index)) % 2**63)
         first, last = TEMPERATURES
@@ -210,11 +203,7 @@ class _Training:
             best, cover = self._chosen(values.detach() + noise, features, grid, share)
             return gated.gates(values, best, temperature).index_fill(0, cover, 1.0)
 
-        with torch.enable_grad():
-            loss = self._loss(index, soft)
-            if loss.requires_grad:  # a sample of text alone has no gates
-                (loss * factor).backward()
-        return float(loss.detach())
+        return self._loss(index, soft)
 
     def _hard(self, keep: float) -> Gate:
         """The gate that keeps the tokens chosen by the scorer."""
@@ -230,13 +219,10 @@ class _Training:
         reducer = learned.Learned(keep)
         return learned.choose(values, features, reducer.budget(grid), reducer.cover)
 
-    @torch.no_grad()
     def _measured(self, gates: Sequence[Gate]) -> float:
         """The mean divergence of the held-out samples that have images after each of `gates`, in nats."""
-        indices = list(self._progress(distributed.shard(range(self.first, len(self.batches)))))
-        return distributed.all_sum_float(
-            sum(float(self._loss(index, gate)) for index in indices for gate in gates)
-        ) / distributed.all_sum_float(len(indices) * len(gates))
+        images = list(self._with_images(range(self.first, len(self.batches))))
+        return sum(mean_loss(functools.partial(self._loss, gate=gate), images) for gate in gates) / len(gates)
 
     @torch.no_grad()
     def _spread(self) -> tuple[Tensor, Tensor]:
@@ -249,9 +235,9 @@ class _Training:
             grids.add(grid)
             return features.new_ones(len(features), dtype=torch.float32)
 
-        for index in itertools.islice(self._progress(range(self.first)), MEASURED):
+        for index in itertools.islice(self._with_images(range(self.first)), MEASURED):
             self.gated.gate = note
-            distillation.gated_logits(self.vlm, self.batches[index])
+            distillation.whole_logits(self.vlm, self.batches[index])
         if all(too_small(learned.Learned(self.settings.keep), grid) for grid in grids):
             most = max(map(math.prod, grids))
             raise UserError(
@@ -261,7 +247,7 @@ class _Training:
         every = torch.cat(rows)
         return every.mean(0), every.std(0, correction=0)
 
-    def _progress(self, indices: Iterable[int]) -> Iterator[int]:
+    def _with_images(self, indices: Iterable[int]) -> Iterator[int]:
         """Those of the samples that have images."""
         return (index for index in indices if "pixel_values" in self.batches[index])
 

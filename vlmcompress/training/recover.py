@@ -15,14 +15,14 @@ from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.quantization.inputs import Result, fit_counter, fit_reducer, fit_resize
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.calibration_data import data_source
-from vlmcompress.quantization.plan.plan import make_plan
 from vlmcompress.quantization.run import Recovery, Run, write_checkpoint
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import attach, resizing
 from vlmcompress.training import teacher_cache
-from vlmcompress.training.train_student import Student, TrainingOptions, recovery_facts, trained
+from vlmcompress.training.train_student import TrainingOptions, recovery_facts, train_student
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
@@ -86,11 +86,9 @@ def _recovered(
         settings = teacher_cache.training_settings("recover", recipe, training, samples, particulars)
     with distributed.process_group():
         work.begin(settings)
-        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
-        data = taught.data
+        vlm, data, origin = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
         with phase("reducer"), distributed.shared_errors():
             # reducer and resize are fitted to the samples, as in `quantize`
-            vlm = taught.vlm
             resize = fit_resize(recipe.resize, vlm, data.samples)
             vlm = resizing.resized(vlm, resize) if resize else vlm
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
@@ -99,18 +97,13 @@ def _recovered(
             reducer = fit_reducer(recipe.reduce, vlm, few, progress)
             count = fit_counter(plan.visual_tokens, reducer, vlm, few)
             recipe = recipe.model_copy(update={"reduce": reducer, "resize": resize})
-        with phase("training"):
-            student = Student(
-                vlm,
-                plan.source.names,
-                batches,
-                data.held_out,
-                lambda: attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext(),
-            )
-            outcome = trained(student, training, recipe.seed, work, progress)
+        reduced = attach(vlm, recipe.reduce, counter=count) if recipe.reduce else contextlib.nullcontext()
+        with phase("training"), reduced:
+            names = plan.source.names
+            outcome = train_student(vlm, names, batches, data.held_out, training, recipe.seed, work, progress)
     if not distributed.is_main():
         return Result(work.out, {})
-    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
+    origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
     origin |= {"resize": resize.model_dump()} if resize else {}
     types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in outcome.changed}
     run = Run(

@@ -61,14 +61,14 @@ class TrainingData:
     written: int
     skipped: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class TeacherCache:
-    """A teacher with its samples, whose targets are cached; `origin` describes the samples for the manifest."""
-
-    vlm: VLM
-    data: TrainingData
-    origin: dict[str, Any]
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of its samples, for files that say how something was trained."""
+        return {
+            "trained_on": len(self.samples) - self.held_out,
+            "held_out": self.held_out,
+            "answers_of_the_teacher": self.written,
+        }
 
 
 def samples_for(trained_on: int) -> int:
@@ -132,15 +132,19 @@ def cache_teacher(
     samples: Sequence[Sample],
     work: WorkFolder,
     progress: Progress,
-) -> TeacherCache:
-    """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder."""
+) -> tuple[VLM, TrainingData, dict[str, Any]]:
+    """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder.
+
+    Returns:
+        The model, its samples with their answers, and the manifest's description of the samples.
+    """
     with phase("loading"), distributed.shared_errors():
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
         data = answered(vlm, samples, source, work, progress)
-        return TeacherCache(vlm, data, _taught(vlm, data, recipe, work, progress))
+        return vlm, data, _taught(vlm, data, recipe, work, progress)
 
 
 def training_settings(
@@ -245,13 +249,14 @@ def _taught(vlm: VLM, data: TrainingData, recipe: Recipe, work: WorkFolder, prog
     return origin
 
 
+@torch.no_grad()
 def _said(vlm: VLM, data: TrainingData, batches: Encoded, part: int, progress: Progress) -> dict[str, Tensor]:
     """The teacher's targets for the samples of a part: `NUMBER/KIND` -> tensor."""
     tensors = dict[str, Tensor]()
     for index in range(part * PART, min((part + 1) * PART, len(batches))):
         if not distillation.answer_tokens(batches[index])[1]:
             raise UserError(f"{data.samples[index].name}: an image follows its last answer; drop the row")
-        said = teacher_targets(distillation.teacher_logits(vlm, batches[index]))
+        said = teacher_targets(distillation.whole_logits(vlm, batches[index]))
         if said["logs"].isnan().any():
             raise UserError(
                 f"{data.samples[index].name}: the model's logits hold NaN, so it cannot be a teacher; check "
@@ -270,6 +275,10 @@ def _enough(samples: Sequence[Sample], source: str | Path) -> None:
         raise UserError(
             f"{source} gives {count} samples with images; training needs at least {FEWEST}, of which {LEAST_HELD_OUT} are "
             "held out, and hundreds to be of use"
+        )
+    if not apart(samples)[1]:
+        raise UserError(
+            f"{source}: its {len(samples)} samples show too few images to hold some of these out; give questions about more"
         )
 
 

@@ -12,10 +12,11 @@ state.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,14 +139,27 @@ def order(count: int, step: int, batch: int, seed: int) -> Iterator[int]:
         yield drawn[turn][at]
 
 
+Loss = Callable[[int], Tensor | None]
+"""The loss of a sample by its number, a scalar: without a gradient where it trains nothing, None where it has none."""
+
+
+@torch.no_grad()
+def mean_loss(loss: Loss, samples: Sequence[int]) -> float:
+    """The mean loss of the samples that have one, over all workers, without a graph."""
+    values = [float(value) for index in distributed.shard(samples) if (value := loss(index)) is not None]
+    # Workers have different numbers of samples: the mean is over all of them, not of the workers' means.
+    return distributed.all_sum_float(sum(values)) / max(distributed.all_sum_float(len(values)), 1)
+
+
 def train(
     trained: dict[str, Tensor],
     samples: int,
     settings: LoopSettings,
     *,
-    backward: Callable[[int, float], float],
+    loss: Loss,
     held_out: Callable[[], float],
     changed: Callable[[int], None] = lambda step: None,
+    graph: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad,
     work: WorkFolder,
     progress: Progress = silent,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
@@ -154,10 +168,10 @@ def train(
     Args:
         trained: name -> float32 leaf tensor that requires a gradient; updated in place.
         samples: number of training samples.
-        backward: called with a sample's number and a factor; adds the gradient of factor times its loss to `trained`, and
-            returns the loss.
-        held_out: measures the divergence of the held-out samples, in nats; the same number in all workers.
+        loss: the loss of a training sample by its number.
+        held_out: measures the divergence of the held-out samples, in nats (`mean_loss`); the same number in all workers.
         changed: called with the number of steps done after `trained` was updated, before the model runs again.
+        graph: context within which losses are computed and differentiated.
         progress: called with (label, done, total).
 
     Returns:
@@ -175,8 +189,15 @@ def train(
             log.ended = f"the held-out divergence was {log.first:g} before training"
     while log.step < settings.steps and not log.ended:
         chosen = list(order(samples, log.step, settings.batch, settings.seed))
-        losses = [backward(index, 1 / settings.batch) for index in distributed.shard(chosen)]
-        if not math.isfinite(loop.added_up(sum(losses))) or not loop.update(log.step):
+        total = 0.0
+        for index in distributed.shard(chosen):
+            with graph():
+                value = loss(index)
+                # All workers take part in the step's sum of gradients, also one whose samples train nothing.
+                if value is not None and value.requires_grad:
+                    (value * (1 / settings.batch)).backward()
+            total += 0.0 if value is None else float(value.detach())
+        if not math.isfinite(loop.added_up(total)) or not loop.update(log.step):
             log.ended = f"it diverged: at step {log.step + 1} the loss or its gradient was not finite"
             break
         log.step += 1

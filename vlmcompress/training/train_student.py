@@ -20,7 +20,7 @@ from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import Encoded
 from vlmcompress.training import distillation, lora, teacher_cache
 from vlmcompress.training.teacher_cache import TrainingData
-from vlmcompress.training.train_loop import LoopSettings, TrainLog, require_flags, train
+from vlmcompress.training.train_loop import LoopSettings, TrainLog, mean_loss, require_flags, train
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.progress import Progress
@@ -36,7 +36,6 @@ class TrainingOptions:
     """
 
     train: tuple[str, ...] = ("projector", "norms", "lora")
-    rank: int = 8
     steps: int = 300
     batch: int = 4
     lr: float = 2e-4
@@ -46,26 +45,7 @@ class TrainingOptions:
         for name in self.train:
             if name not in PARTS:
                 raise UserError(f"--train: no part '{name}'{did_you_mean(name, PARTS)}")
-        require_flags(self, "rank", "steps", "batch", "every")
-
-
-@dataclass(frozen=True)
-class Student:
-    """What is trained.
-
-    Attributes:
-        vlm: the model, on its device.
-        names: names of the parameters in the checkpoint.
-        batches: the samples, the held-out ones at the end.
-        held_out: number of held-out samples.
-        attached: context manager within which the model runs with its reducer.
-    """
-
-    vlm: VLM
-    names: Collection[str]
-    batches: Encoded
-    held_out: int
-    attached: Callable[[], contextlib.AbstractContextManager[Any]]
+        require_flags(self, "steps", "batch", "every")
 
 
 @dataclass(frozen=True)
@@ -84,38 +64,48 @@ class TrainingOutcome:
     counts: dict[str, int]
 
 
-def trained(
-    student: Student, training: TrainingOptions, seed: int, work: WorkFolder, progress: Progress
+def train_student(
+    vlm: VLM,
+    names: Collection[str],
+    batches: Encoded,
+    held_out: int,
+    training: TrainingOptions,
+    seed: int,
+    work: WorkFolder,
+    progress: Progress,
 ) -> TrainingOutcome:
-    """Train a model with its reducer; it is left in its best state, with adapters merged, or unchanged."""
-    vlm, batches = student.vlm, student.batches
-    first = len(batches) - student.held_out
+    """Train a model, on its device and with its reducer attached; it is left in its best state, with adapters merged, or
+    unchanged.
+
+    Args:
+        names: names of the parameters in the checkpoint; others are not trained.
+        batches: the samples, the `held_out` ones at the end; their targets are in `work`.
+    """
+    first = len(batches) - held_out
     with distributed.shared_errors():
-        parts = Trained(vlm, training.train, training.rank, seed, student.names)
+        parts = Trained(vlm, training.train, seed, names)
 
     def loss(index: int) -> Tensor:
         return teacher_cache.teacher_divergence(
             teacher_cache.targets(work, index), distillation.student_logits(vlm, batches[index])
         )
 
-    def backward(index: int, factor: float) -> float:
-        with distillation.graph(vlm):
-            divergence = loss(index)
-            # All workers take part in the step's sum of gradients, also one whose sample trains nothing.
-            if divergence.requires_grad:  # text-only samples do not use the projector
-                (divergence * factor).backward()
-        return float(divergence.detach())
-
     def measured() -> float:
-        with torch.no_grad():
-            divergence = sum(float(loss(index)) for index in distributed.shard(range(first, len(batches))))
-        return distributed.all_sum_float(divergence) / student.held_out
+        return mean_loss(loss, range(first, len(batches)))
 
-    settings = LoopSettings.of(training, seed)
-    callbacks: dict[str, Any] = {"backward": backward, "held_out": measured, "changed": lambda step: parts.changed()}
-    with torch.inference_mode(False), student.attached():
+    with torch.inference_mode(False):
         with parts.attached():
-            log, best = train(parts.tensors, first, settings, **callbacks, work=work, progress=progress)
+            log, best = train(
+                parts.tensors,
+                first,
+                LoopSettings.of(training, seed),
+                loss=loss,
+                held_out=measured,
+                changed=lambda step: parts.changed(),
+                graph=lambda: distillation.graph(vlm),
+                work=work,
+                progress=progress,
+            )
         if not math.isfinite(log.first):
             raise UserError(f"there is nothing to start from: {log.ended}; keep more, or choose another reducer")
         changed = parts.merged(best) if best else {}
@@ -136,11 +126,7 @@ def recovery_facts(training: TrainingOptions, outcome: TrainingOutcome, data: Tr
         "parameters": outcome.counts,
         "objective": f"KL(teacher || student) at answer tokens, of the teacher's {teacher_cache.TOP} most likely tokens "
         f"and the rest together; of all tokens where the vocabulary has at most {teacher_cache.WHOLE}",
-        "samples": {
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-            "answers_of_the_teacher": data.written,
-        },
+        "samples": data.counts,
         "held_out_kl": {
             "before": log.first,
             "after": outcome.after,
@@ -161,6 +147,8 @@ PARTS = {
     "tower": "vision tower",
 }
 """Part that can be trained -> its description."""
+RANK = 8
+"""Rank of the adapters."""
 
 
 class Trained:
@@ -169,7 +157,6 @@ class Trained:
     Args:
         vlm: the model, on the device that it is trained on.
         parts: names of `PARTS`.
-        rank: rank of the adapters.
         seed: seed of the adapters' initial values.
         stored: names of the parameters in its checkpoint; others are not trained.
 
@@ -177,7 +164,7 @@ class Trained:
         UserError: the model has no parameters of a part.
     """
 
-    def __init__(self, vlm: VLM, parts: Collection[str], rank: int, seed: int, stored: Collection[str]) -> None:
+    def __init__(self, vlm: VLM, parts: Collection[str], seed: int, stored: Collection[str]) -> None:
         self.model = vlm.model
         self.counts: dict[str, int] = {}
         self.masters: dict[str, Tensor] = {}
@@ -189,7 +176,7 @@ class Trained:
                 groups = models.resolve_groups(vlm.model, vlm.spec)
                 linears = [name for group in groups for name in group.linears if f"{name}.weight" in stored]
                 shapes = {name: tuple(vlm.model.get_parameter(f"{name}.weight").shape) for name in linears}
-                adapters = lora.create_adapters(shapes, rank, seed)  # type: ignore[arg-type]
+                adapters = lora.create_adapters(shapes, RANK, seed)  # type: ignore[arg-type]
                 self.adapters = tensors = {name: tensor.to(vlm.model.device) for name, tensor in adapters.items()}
             else:
                 # A parameter counts once, in the first part that has it.

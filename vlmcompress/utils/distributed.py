@@ -163,12 +163,19 @@ def _gather(data: Any, kinds: Sequence[type] = ()) -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    packed, gathered = io.BytesIO(), [None] * world_size()
-    torch.save(data, packed)
-    _try(lambda: dist.all_gather_object(gathered, packed.getvalue()))
-    place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    file = io.BytesIO()
+    torch.save(data, file)
+    packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(place)
+    # As tensors, since `all_gather_object` unpickles what it gets. All have to be of one size, so the shorter ones are padded.
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(world_size())]
+    _try(lambda: dist.all_gather(sizes, torch.tensor([len(packed)], device=place)))
+    longest = max(int(size) for size in sizes)
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=place) for _ in sizes]
+    _try(lambda: dist.all_gather(gathered, torch.nn.functional.pad(packed, (0, longest - len(packed)))))
+    files = (io.BytesIO(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(gathered, sizes, strict=True))
     with torch.serialization.safe_globals(list(kinds)):
-        return [torch.load(io.BytesIO(other or b""), map_location=place, weights_only=True) for other in gathered]
+        return [torch.load(other, map_location=place, weights_only=True) for other in files]
 
 
 def _reduce(x: Tensor, operation: str) -> Tensor:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.images import SUFFIXES
@@ -77,15 +77,8 @@ class Repository:
         return {"repo_id": self.id, "repo_type": self.kind, "revision": self.revision}
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The files of a repository that are needed.
-
-    Attributes:
-        files: those to fetch.
-        headers: safetensors files of which only the header is needed.
-        path: the file or folder to open afterwards, within the repository.
-    """
+class Chosen(NamedTuple):
+    """The files of a repository to fetch, safetensors files of which only the header is needed, and what to open afterwards."""
 
     files: Sequence[str]
     headers: Sequence[str] = ()
@@ -159,10 +152,7 @@ def local(
     def choose(names: Collection[str], read: Callable[[str], str]) -> Chosen:
         if kind == "model":
             return _model_files(repository, weights, code, names, read)
-        within = sorted(n for n in names if f"{n}/".startswith(f"{(repository.part or n).rstrip('/')}/"))
-        if repository.part and not within:
-            raise UserError(f"{repository.what} has no '{repository.part}'; it has {_some(names)}")
-        return _split_files(repository, whole, within) if whole else _data_files(repository, splits, within, names)
+        return _data_files(repository, splits, whole, names)
 
     with online():
         try:
@@ -255,23 +245,32 @@ def _model_files(
     return Chosen(files, shards) if weights == "headers" else Chosen([*files, *shards])
 
 
-def _data_files(repository: Repository, splits: Sequence[str], within: Sequence[str], names: Collection[str]) -> Chosen:
-    """The files of a data set for `models.data.sources`: a saved data set, one table with its images, or images alone."""
-    part = repository.part or "."
+def _data_files(repository: Repository, splits: Sequence[str], whole: str | None, names: Collection[str]) -> Chosen:
+    """The files of a data set for `models.data.sources`: a saved data set, one table with its images, or images alone; or,
+    of the split `whole`, all tables for `accuracy.local_data`."""
+    part = (repository.part or "").rstrip("/")
+    within = sorted(name for name in names if not part or f"{name}/".startswith(f"{part}/"))
+    if not within and part:
+        raise UserError(f"{repository.what} has no '{part}'; it has {_some(names)}")
     saved = [name for name in within if PurePosixPath(name).name == "dataset_info.json"]
-    if saved and any(name.endswith(".arrow") for name in within):
-        folder = str(PurePosixPath(saved[0]).parent) if len(saved) == 1 else part
+    if saved and not whole and any(name.endswith(".arrow") for name in within):
+        folder = str(PurePosixPath(saved[0]).parent) if len(saved) == 1 else part or "."
         return Chosen([name for name in within if name.endswith((".arrow", ".json"))], path=folder)
     for suffix in TABLES:
-        if tables := [n for n in within if _suffix(n) == suffix and PurePosixPath(n).name not in _NO_TABLES]:
-            table = _one_table(repository, splits, tables)
-            folder = "" if "/" not in table else f"{PurePosixPath(table).parent}/"
-            images = [n for n in names if suffix != ".parquet" and _suffix(n) in SUFFIXES and n.startswith(folder)]
-            return Chosen([table, *images], path=table)
+        tables = [n for n in within if _suffix(n) == suffix and PurePosixPath(n).name not in _NO_TABLES]
+        if tables and whole:
+            tables = [name for name in tables if PurePosixPath(name).name.startswith(whole)] or tables
+        elif tables:
+            tables = [_one_table(repository, splits, tables)]
+        if tables:
+            folder = "" if whole or "/" not in tables[0] else f"{PurePosixPath(tables[0]).parent}/"
+            inside = within if whole else names
+            images = [n for n in inside if suffix != ".parquet" and _suffix(n) in SUFFIXES and n.startswith(folder)]
+            return Chosen([*tables, *images], path=part or "." if whole else tables[0])
     images = [name for name in within if _suffix(name) in SUFFIXES]
-    if not images:
+    if not images or whole:
         raise UserError(f"{repository.what} has no .parquet or .jsonl file and no images; name another")
-    return Chosen(images, path=part)
+    return Chosen(images, path=part or ".")
 
 
 def _one_table(repository: Repository, splits: Sequence[str], names: Sequence[str]) -> str:
@@ -281,28 +280,16 @@ def _one_table(repository: Repository, splits: Sequence[str], names: Sequence[st
         tables.setdefault(re.sub(r"-\d{5}-of-\d{5}", "", name), []).append(name)
     of_split = ([files for name, files in tables.items() if PurePosixPath(name).name.startswith(s)] for s in splits)
     files = next((matching[0] for matching in of_split if len(matching) == 1), None)
-    here = f"{repository.id}{f'@{repository.revision}' if repository.revision else ''}"
-    if files is None and len(tables) > 1:
-        firsts = [files[0] for files in tables.values()]
-        several = f"{repository.what} has several tables ({_some(firsts)})"
-        raise UserError(f"{several}; name one, like {here}:{firsts[0]}")
-    files = files or next(iter(tables.values()))
-    if len(files) > 1 and tuple(splits) != TRAIN:
-        one_table = f"{repository.what} has one table in {len(files)} files ({_some(files)})"
-        raise UserError(f"{one_table}; name one, like {here}:{files[0]}")
+    if files is None and len(tables) == 1:
+        files = next(iter(tables.values()))
+    if files is None or (len(files) > 1 and tuple(splits) != TRAIN):
+        several = files or [files[0] for files in tables.values()]
+        kind = f"one table in {len(several)} files" if files else "several tables"
+        here = f"{repository.id}{f'@{repository.revision}' if repository.revision else ''}:{several[0]}"
+        raise UserError(f"{repository.what} has {kind} ({_some(several)}); name one, like {here}")
     if len(files) > 1:
         note(f"{repository.what} has {len(files)} files like {files[0]}; only this first one is used")
     return files[0]
-
-
-def _split_files(repository: Repository, split: str, within: Sequence[str]) -> Chosen:
-    """All tables of one split of a data set for `accuracy.local_data`, and the images next to them."""
-    for pattern in (f"{split}*.parquet", "*.parquet", f"{split}*.jsonl", "*.jsonl"):
-        if tables := [name for name in within if fnmatch(PurePosixPath(name).name, pattern)]:
-            images = [] if pattern.endswith(".parquet") else [name for name in within if _suffix(name) in SUFFIXES]
-            return Chosen([*tables, *images], path=repository.part or ".")
-    where = f" in {repository.part}" if repository.part else ""
-    raise UserError(f"{repository.what} has no .parquet or .jsonl file{where}; name another")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import resource
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
@@ -76,7 +79,11 @@ def path_problem(error: BaseException) -> str | None:
         text = error.object[max(0, error.start - 40) : error.end + 40].encode(errors="backslashreplace").decode()
         return f"cannot write '{text}': a name is not UTF-8; rename what it names"
     if isinstance(error, RecursionError):
-        return "a file or setting is nested too deeply, or holds itself; make it flat"
+        # Whoever read the file held its path.
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        values = (value for frame in reversed(frames) for value in frame.f_locals.values())
+        file = next((value for value in values if isinstance(value, str | Path) and os.path.isfile(value)), "a setting")
+        return f"{file} is nested too deeply, or holds itself; make it flat"
     return None
 
 

@@ -212,7 +212,16 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
         raise UserError("ray is not installed; pip install '.[ray]' in the checkout of vlmcompress") from error
     if ray.is_initialized():
         return ray, lambda: None
-    _require_address(address)
+    if address not in ("auto", "local"):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or "/" in host:
+            raise UserError(
+                f"'{address}' is not the address of a Ray cluster; write auto, local or HOST:PORT of its head"
+            )
+        try:  # Ray itself would wait for long
+            socket.create_connection((host, int(port)), PATIENCE).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"no Ray cluster answers at {address} ({messages.error_text(error)}); is it up?") from error
     dashboard = False if address == "local" else None
     offline = OFFLINE if hub.offline() else ()  # our command line sets them by default, which does not count
     variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in offline}
@@ -225,43 +234,17 @@ def _connect(address: str) -> tuple[Any, Callable[[], None]]:
     finally:
         if on_sigterm is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would silently end this process with code 15
-    louder = _hush()
+    from ray._private import worker
+
+    # Ray prints to standard output when a node is lost, even with `log_to_driver=False`.
+    printing: Any = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda *_, **__: None
 
     def leave() -> None:
         ray.shutdown()
-        louder()
+        worker.print_to_stdstream = printing
 
     return ray, leave
-
-
-def _hush() -> Callable[[], None]:
-    """Keep Ray from printing to standard output, as it does when a node is lost, even with `log_to_driver=False`.
-
-    Returns:
-        A function that restores the output.
-    """
-    from ray._private import worker
-
-    kept: Any = worker.print_to_stdstream
-    worker.print_to_stdstream = lambda *_, **__: None
-
-    def louder() -> None:
-        worker.print_to_stdstream = kept
-
-    return louder
-
-
-def _require_address(address: str) -> None:
-    """Raise `UserError` for an invalid address, or one where nothing listens, on which Ray would wait for long."""
-    if address in ("auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
-        raise UserError(f"'{address}' is not the address of a Ray cluster; write auto, local or HOST:PORT of its head")
-    try:
-        socket.create_connection((host, int(port)), PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"no Ray cluster answers at {address} ({messages.error_text(error)}); is it up?") from error
 
 
 def _done(function: Callable[[J], R], job: J) -> R | Failed:

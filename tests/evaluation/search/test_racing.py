@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from scipy.stats import norm
 
 from vlmcompress.evaluation.accuracy import noninferiority
+from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
 from vlmcompress.evaluation.search.racing import (
     LIKELY,
+    VARY,
     CandidateState,
     Estimate,
-    Evidence,
     Race,
     Trial,
     estimates,
@@ -62,9 +63,7 @@ class World:
         draws = rng.random(2000)[:questions]
         answers = np.where(draws < self.loss(candidate), -1.0, np.where(draws > 0.999, 1.0, 0.0))
         divergence = 4 * self.loss(candidate) + 0.0005 if self.divergence else None
-        return Trial(
-            Evidence(answers, range(questions), divergence), 1.0 if self.foreknown else self.true_gain(candidate)
-        )
+        return Trial(MeanDifference(answers), divergence, 1.0 if self.foreknown else self.true_gain(candidate))
 
     def ask(self, candidates: Sequence[Candidate], questions: int) -> dict[str, Trial]:
         left = len(candidates) if self.most is None else max(self.most - len(self.log), 0)
@@ -203,11 +202,11 @@ def test_a_known_gain_is_used() -> None:
 
 
 def test_the_next_best_come_in_place_of_the_refuted() -> None:
-    """Of 17 single changes and 72 combinations 12, 4 and 3 go on; where the best are lossy, others get their places."""
+    """Of 17 single changes and 72 combinations 12, 6 and 3 go on; where the best are lossy, others get their places."""
     many = {f"s{i}": (0.0, 1.1 + i / 100) for i in range(8)}, {f"r{i}": (0.0, 1.2 + i / 100) for i in range(9)}
     world = World(many[0] | many[1])
     race, winner = run(world, *many)
-    assert [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)] == [17, 12, 4, 3]
+    assert [sum(questions == n for _, questions in world.log) for n in (48, 100, 300, 900)] == [17, 12, 6, 3]
     assert len(race.states) == 17 + 72 and winner and winner.candidate.name == "s7 + r8"
     lossy = {f"r{i}": (0.06, 3.0 + i / 100) for i in range(4)} | {"safe": (0.0, 1.2)}
     world = World(lossy, divergence=False, seed=3)
@@ -218,7 +217,7 @@ def test_the_next_best_come_in_place_of_the_refuted() -> None:
 def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     """Five times the speed at 1 chance in 4 is worth as much as twice at a certain one; who is likely wins all the same."""
     likely, not_so = (CandidateState(Candidate((Choice(name, {}),)), gain, chance=chance,
-                               trial=Trial(Evidence([0.0], [0], None)))
+                               trial=Trial(MeanDifference([0.0])))
                       for name, gain, chance in (("likely", 1.9, 0.99), ("unlikely", 5.0, 0.3)))  # fmt: skip
     race = Race([], World({}), *RULES)
     assert not_so.expected_gain > likely.expected_gain
@@ -227,27 +226,27 @@ def test_an_unlikely_winner_needs_no_likelier_one() -> None:
     assert race._winner([not_so]) is not_so
 
 
-def evidence(lost: int, n: int, divergence: float | None) -> Evidence:
-    return Evidence([-1.0] * lost + [0.0] * (n - lost), list(range(n)), divergence)
+def trial_of(lost: int, n: int, divergence: float | None = None) -> Trial:
+    return Trial(MeanDifference([-1.0] * lost + [0.0] * (n - lost)), divergence)
 
 
 def test_answers_and_divergence_together_are_bayes() -> None:
     """Oracle: likelihood times prior over a grid; without divergences, or with two of them, answers alone count."""
-    answers_of = {name: evidence(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
-    of, alone = estimates(answers_of, 0.02), {name: Estimate.of(answers, 0.02) for name, answers in answers_of.items()}
+    trials = {name: trial_of(lost, 200, k) for name, lost, k in (("a", 1, 0.003), ("b", 9, 0.15), ("c", 40, 0.9))}
+    of = estimates(trials, 0.02)
+    alone = estimates({name: replace(trial, divergence=None) for name, trial in trials.items()}, 0.02)
     slope = 50 / 200 / 1.053
-    grid = np.linspace(-0.6, 0.3, 400_001)
-    for name, answers in answers_of.items():
-        expected = slope * (answers.divergence or 0)
-        density = norm.pdf(grid, -expected, math.hypot(expected / 2, 1e-3))
+    grid = np.linspace(-0.8, 0.4, 400_001)
+    for name, trial in trials.items():
+        expected = slope * (trial.divergence or 0)
+        density = norm.pdf(grid, -expected, math.hypot(VARY * expected, 1e-3))
         density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
         density /= density.sum()
         mean = (density * grid).sum()
         assert of[name].mean == pytest.approx(mean, abs=1e-6)
         assert of[name].error == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
-    blind = {name: evidence(9, 200, None) for name in "abc"}
-    assert estimates(blind, 0.02) == {name: Estimate.of(answers, 0.02) for name, answers in blind.items()}
-    assert estimates({"a": answers_of["a"], "b": answers_of["b"]}, 0.02) == {name: alone[name] for name in "ab"}
+    assert alone["b"] == Estimate.of(MeanDifference([-1.0] * 9 + [0.0] * 191), 0.02)
+    assert estimates({name: trials[name] for name in "ab"}, 0.02) == {name: alone[name] for name in "ab"}
     both = alone["a"] + alone["b"]
     assert both == Estimate(pytest.approx(-0.05), alone["a"].error + alone["b"].error, alone["b"].spread)
 
@@ -276,7 +275,7 @@ def test_a_candidate_that_changes_no_answer_is_most_likely_confirmed(images, eac
         def chance(lost: int, won: int, confirming: float | None = confirming) -> float:
             differences = np.zeros(images * each)
             differences[place[:lost]], differences[place[lost : lost + won]] = -1, 1
-            answers = Evidence(differences, [i % images for i in range(images * each)], None)
+            answers = MeanDifference(differences, [i % images for i in range(images * each)])
             return Estimate.of(answers, margin).assurance(margin, confirming)
 
         assert chance(0, 0) >= LIKELY
@@ -292,6 +291,7 @@ def test_a_candidate_above_the_floor_is_rarely_refuted(shared) -> None:
     for _ in range(runs):
         fate = np.where(rng.random(900) < 0.5, rng.random(900)[images], rng.random(900))
         answers = np.where(fate < 0.01 + margin, -1.0, np.where(fate < 0.02 + margin, 1.0, 0.0))
-        out += any(refuted(Evidence(answers[:n], images[:n].tolist(), None), margin, len(looks)) for n in looks)
+        out += any(refuted(MeanDifference(answers[:n], images[:n].tolist()), margin, len(looks)) for n in looks)
     assert out / runs <= 0.025 + 2.6 * math.sqrt(0.025 * 0.975 / runs)
-    assert refuted(evidence(16, 48, None), margin, 4) and not refuted(evidence(2, 48, None), margin, 4)
+    few, many = (trial_of(lost, 48).difference for lost in (2, 16))
+    assert many and refuted(many, margin, 4) and few and not refuted(few, margin, 4)

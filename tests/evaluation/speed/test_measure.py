@@ -22,14 +22,12 @@ SEEN = Counters(drafts=4, drafted=12, accepted=6, accepted_at=(3, 2, 1))
 
 def outcome(ttft: float, gaps: list[float], error: str = "") -> Outcome:
     tokens = len(gaps) + 1
-    return Outcome(ttft, ttft + sum(gaps), gaps, 94, 81, 0, 0 if error else tokens, error)
+    return Outcome(ttft, ttft + sum(gaps), gaps, 94, 81, 0 if error else tokens, error)
 
 
 def test_serve_run() -> None:
     outcomes = [outcome(0.1, [0.01, 0.03]), outcome(0.3, [0.02, 0.02]), outcome(0.0, [], "HTTP 500")]
-    run = burst_record(
-        outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={"ttft": 200, "tpot": 25}, counters=SEEN
-    )
+    run = burst_record(outcomes, 2.0, side="candidate", repeat=1, slo={"ttft": 200, "tpot": 25}, counters=SEEN)
     assert (run.completed, run.failed) == (2, 1)
     assert (run.text_tokens, run.visual_tokens, run.output_tokens) == (2 * 13, 2 * 81, 6)
     assert (run.drafts, run.drafted, run.accepted, run.accepted_at) == (4, 12, 6, [3, 2, 1])
@@ -40,7 +38,7 @@ def test_serve_run() -> None:
     by_name = figures(run)
     assert (by_name["request_throughput"], by_name["output_throughput"]) == (1, 3)
     assert (by_name["ttft_p50_ms"], by_name["ttft_p90_ms"]) == (200, pytest.approx(280))
-    assert burst_record(outcomes, 2.0, side="candidate", state="cold", repeat=1, slo={}, counters=SEEN).goodput is None
+    assert burst_record(outcomes, 2.0, side="candidate", repeat=1, slo={}, counters=SEEN).goodput is None
 
 
 def run(side: str, repeat: int, seconds: float, state: str = "cold") -> LoadRun:

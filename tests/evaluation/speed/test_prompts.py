@@ -1,4 +1,4 @@
-"""Images and conversations of a benchmark: natural enough, new to every cache, the same for both sides."""
+"""Images and conversations of a benchmark: natural enough, the same for both sides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmcompress.evaluation.speed.prompts import Prompts, dead_leaves, open_prompts, stamp
+from vlmcompress.evaluation.speed.prompts import Prompts, dead_leaves, open_prompts
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.text import parse_pixels
 
 
 def spectral_slope(images: list[Image.Image]) -> float:
@@ -41,38 +40,10 @@ def test_dead_leaves_have_the_spectrum_of_natural_images() -> None:
     )
 
 
-def test_stamp_is_unique_and_invisible() -> None:
-    image = dead_leaves((48, 32), 0)
-    stamped = [stamp(image, serial) for serial in (0, 1, 2, 2**47 + 5)]
-    assert len({copy.tobytes() for copy in stamped}) == 4
-    for copy in stamped:
-        assert np.abs(np.asarray(copy, dtype=int) - np.asarray(image, dtype=int)).max() <= 1
-    assert image.tobytes() == dead_leaves((48, 32), 0).tobytes()
-
-
-def test_sizes() -> None:
-    assert parse_pixels("448x336", "--sizes") == (448, 336) and parse_pixels("224", "--sizes") == (224, 224)
-    for text in ("448x", "x3", "0x100", "5000", "-3", "big"):
-        with pytest.raises(UserError, match=f"--sizes {text} is not a size; .* each from 28 to 4096"):
-            parse_pixels(text, "--sizes", 28, 4096)
-
-
-def addresses(burst: list[list[dict]]) -> list[str]:
-    parts = [part for messages in burst for turn in messages for part in turn["content"]]
-    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-
-
-def decode(address: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
-
-
-def test_generated_prompts() -> None:
-    prompts = Prompts("generated", (), ((96, 64), (64, 64)))
-    first, second = addresses(prompts.burst(0, 5)), addresses(prompts.burst(1, 5))
-    assert len({*first, *second}) == 10
-    assert [decode(address).size for address in first[:3]] == [(96, 64), (64, 64), (96, 64)]
-    assert prompts.burst(1, 5) == Prompts("generated", (), ((96, 64), (64, 64))).burst(1, 5)
-    assert addresses(Prompts("generated", (), ((96, 64), (64, 64)), seed=1).burst(0, 5))[0] not in first
+def pictures(prompts: Prompts) -> list[Image.Image]:
+    parts = [part for messages in prompts.conversations for turn in messages for part in turn["content"]]
+    addresses = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    return [Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))) for address in addresses]
 
 
 @pytest.fixture
@@ -86,24 +57,27 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data.jsonl"
 
 
-def test_few_pictures_never_repeat(data: Path, tmp_path: Path) -> None:
-    prompts = open_prompts(data, (), tmp_path, tmp_path, seed=0)
-    assert len(prompts.samples) == 2 and prompts.images == 1
-    sent = addresses(prompts.burst(0, 7) + prompts.burst(1, 7))
-    assert len(set(sent)) == len(sent) == 14
-    texts = {part["text"] for turns in prompts.burst(0, 7) for part in turns[0]["content"] if part["type"] == "text"}
-    assert texts == {"what is 0?", "what is 1?"}
-    scaled = open_prompts(data, [(80, 60)], tmp_path, tmp_path, seed=0)
-    assert decode(addresses(scaled.burst(0, 1))[0]).size == (80, 60)
+def test_few_rows_are_used_again_with_their_own_questions(data: Path, tmp_path: Path) -> None:
+    prompts = open_prompts(data, tmp_path, tmp_path, 7, seed=0)
+    assert prompts.images == 1 and len(prompts.conversations) == 7
+    texts = [part["text"] for (turn,) in prompts.conversations for part in turn["content"] if part["type"] == "text"]
+    assert texts[:2] * 3 + texts[:1] == texts and set(texts) == {"what is 0?", "what is 1?"}
+    for text, picture in zip(texts, pictures(prompts), strict=True):
+        assert picture.tobytes() == dead_leaves((40, 40), int(text[-2])).tobytes()
+    scaled = open_prompts(data, tmp_path, tmp_path, 2, 0, (80, 60))
+    assert [picture.size for picture in pictures(scaled)] == [(80, 60)] * 2
 
 
 def test_where_prompts_come_from(tmp_path: Path) -> None:
     demo = Path("eval/demo/demo-llava")
-    assert open_prompts(None, (), tmp_path, demo, 0).source.endswith("llava/test.parquet")
-    assert open_prompts(None, [(64, 64)], tmp_path, demo, 0).source.startswith("generated")
-    assert open_prompts(None, (), tmp_path, tmp_path, 0).sizes == ((448, 448),)
+    assert open_prompts(None, tmp_path, demo, 1, 0).source.endswith("llava/test.parquet")
+    generated = open_prompts(None, tmp_path, tmp_path, 3, 0)
+    assert generated.source.startswith("generated")
+    assert [picture.size for picture in pictures(generated)] == [(448, 448)] * 3
+    assert generated == open_prompts(None, tmp_path, tmp_path, 3, 0)
+    assert generated.conversations != open_prompts(None, tmp_path, tmp_path, 3, 1).conversations
     with pytest.raises(UserError, match="does not exist"):
-        open_prompts(tmp_path / "nothing", (), tmp_path, tmp_path, 0)
+        open_prompts(tmp_path / "nothing", tmp_path, tmp_path, 1, 0)
     (tmp_path / "text.jsonl").write_text(json.dumps({"image": None, "question": "why?"}))
     with pytest.raises(UserError, match="no row has an image"):
-        open_prompts(tmp_path / "text.jsonl", (), tmp_path, tmp_path, 0)
+        open_prompts(tmp_path / "text.jsonl", tmp_path, tmp_path, 1, 0)

@@ -51,7 +51,7 @@ def test_files_of_all(case: str) -> None:
     for place in places:
         assert ".." not in Path(place).parts and not Path(place).is_absolute() and texts[place].isascii(), place
     loaded = launch.launch_problem("vllm", checkpoint) is None
-    assert sorted(texts) == sorted([*places, "README.md", *(["grafana.json"] if loaded else [])])
+    assert sorted(texts) == sorted([*places, "README.md"])
     assert ("Flags are for" in page) is (checkpoint.machine is not None and loaded)
     titles = [title for title, *_ in launch.commands(checkpoint)]
     assert titles[:1] == [vllm.TITLE] if loaded else vllm.TITLE not in titles
@@ -75,7 +75,6 @@ def test_engines_that_have_launch_files(name: str) -> None:
 
 SCRIPTS = {
     "vllm.sh": ("vllm", ["serve"], "--port"),
-    "vllm-speculative.sh": ("vllm", ["serve"], "--port"),
     "sglang.sh": ("python3", ["-m", "sglang.launch_server", "--model-path"], "--port"),
     "lmdeploy.sh": ("lmdeploy", ["serve", "api_server"], "--server-port"),
     "tensorrt-llm.sh": ("trtllm-serve", [], "--port"),
@@ -117,11 +116,7 @@ def test_flags_are_those_of_serve(tmp_path: Path) -> None:
     _, flags, _ = called(written(folder, facts("fp8")) / "vllm.sh")
     of_serve, (first, *rest) = pairs(serve.arguments_of(folder)[1:]), flags[1:]
     assert first == str(folder) and of_serve.items() <= pairs(rest).items()
-    assert pairs(rest).keys() - of_serve.keys() == {
-        "--enable-prefix-caching",
-        "--enable-chunked-prefill",
-        "--structured-outputs-config",
-    }
+    assert pairs(rest).keys() - of_serve.keys() == {"--enable-prefix-caching"}
 
 
 def pairs(flags: list[str]) -> dict[str, str]:
@@ -138,14 +133,9 @@ def pairs(flags: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("form", "machine", "flags", "variables"),
     [
-        ("fp8", "h100", {"--max-num-batched-tokens": "8192", "--kv-cache-dtype": "fp8"}, {}),
-        ("fp8", "a100", {"--max-num-batched-tokens": "2048", "--attention-backend": "FLASHINFER"}, {}),
-        (
-            "int8",
-            "b200",
-            {"--max-num-batched-tokens": "16384"},
-            {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"},
-        ),
+        ("fp8", "h100", {"--kv-cache-dtype": "fp8"}, {}),
+        ("fp8", "a100", {"--attention-backend": "FLASHINFER"}, {}),
+        ("int8", "b200", {}, {"VLLM_DISABLED_KERNELS": "CutlassInt8ScaledMMLinearKernel"}),
         ("int8", "h100", {}, {}),
         ("bf16", "cpu", {}, {}),
     ],
@@ -156,7 +146,6 @@ def test_flags_for_the_machine(form: str, machine: str, flags: dict, variables: 
     assert flags.items() <= pairs(arguments[2:]).items()
     assert {key: value for key, value in environment.items() if key.startswith("VLLM_")} == variables
     assert ("--attention-backend" in arguments) is ("--attention-backend" in flags)
-    assert ("--max-num-batched-tokens" in arguments) is (machine != "cpu")
 
 
 def test_a_reducer_keeps_the_plugin(tmp_path: Path) -> None:
@@ -208,11 +197,10 @@ def test_containers(tmp_path: Path) -> None:
     variables = vllm.environment(checkpoint)
     assert service["environment"] == variables
     assert {variable["name"]: variable["value"] for variable in container["env"]} == variables
-    assert service["healthcheck"]["test"][0] == "CMD" and ":8000/health" in service["healthcheck"]["test"][-1]
-    labels, health = pod["metadata"]["labels"], {"path": "/health", "port": "http"}
+    labels, ports = pod["metadata"]["labels"], balancer["spec"]["ports"]
     assert deployment["spec"]["selector"]["matchLabels"] == balancer["spec"]["selector"] == labels
-    assert all(container[f"{probe}Probe"]["httpGet"] == health for probe in ("startup", "readiness", "liveness"))
-    assert container["ports"][0]["name"] == balancer["spec"]["ports"][0]["targetPort"] == "http"
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": ports[0]["port"]}
+    assert container["ports"][0]["containerPort"] == ports[0]["port"] == 8000
     for variable in (name, deployment["metadata"]["name"], balancer["metadata"]["name"]):
         assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", variable)  # RFC 1123
 

@@ -16,7 +16,7 @@ from vlmcompress.models.devices import float_products
 from vlmcompress.quantization import allocate
 from vlmcompress.quantization.calibration.entropy import cluster_entropy, conditional_entropy
 from vlmcompress.quantization.inputs import Inputs
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.recipe import resolve
 from vlmcompress.utils.progress import silent
 

@@ -15,7 +15,7 @@ from vlmcompress import cli
 from vlmcompress.engines.vllm.served_model import read_served_model
 from vlmcompress.numerics import ActFormat, Format, Scheme
 from vlmcompress.quantization.plan import roofline
-from vlmcompress.quantization.plan.roofline import Read, Work
+from vlmcompress.quantization.plan.roofline import Work
 
 DEFAULTS = ("patch_size", "window_size", "fullatt_block_indexes")
 
@@ -92,9 +92,9 @@ def test_a_token_meets_some_experts_alone(tmp_path):
         attention + 64 * 8 + 2 * expert
     ] * 2
     total = sum(spec.nbytes for spec in model.stored.values())
-    about = roofline.bytes_read(model, total)
-    assert about.routed == pytest.approx(2 * 2 * 8 * expert)
-    assert roofline.step_bytes(about, model, 3, 10.0) == pytest.approx(about.always + about.routed / 4 + 30)
+    every, routed = dataclasses.replace(model.decoder, active=8), 2 * 2 * 8 * expert
+    whole = roofline.step_bytes(dataclasses.replace(model, decoder=every), total, 0, 0.0)
+    assert roofline.step_bytes(model, total, 3, 10.0) == pytest.approx(whole - routed * 3 / 4 + 30)
 
 
 def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
@@ -105,8 +105,7 @@ def test_a_step_reads_neither_the_tower_nor_a_separate_embedding(checkpoint):
         sum(p.numel() for p in model.language_model.layers.parameters()) + model.language_model.norm.weight.numel()
     )
     head = llava.meta_model.lm_head.weight.numel()
-    about = roofline.bytes_read(llava, total)
-    assert (about.always, about.routed) == (pytest.approx(2 * (decoder + head)), 0)
+    assert roofline.step_bytes(llava, total, 0, 0.0) == pytest.approx(2 * (decoder + head))
 
 
 def test_a_step_does_not_read_a_draft_head(checkpoint):
@@ -116,19 +115,17 @@ def test_a_step_does_not_read_a_draft_head(checkpoint):
     decoder = sum(p.numel() * p.itemsize for part in (inner.layers, inner.norm) for p in part.parameters())
     head = model.meta_model.lm_head.weight
     total = sum(spec.nbytes for name, spec in model.stored.items() if not name.startswith("mtp."))
-    about = roofline.bytes_read(model, total)
-    assert about.always == pytest.approx(decoder + head.numel() * head.itemsize)
+    assert roofline.step_bytes(model, total, 0, 0.0) == pytest.approx(decoder + head.numel() * head.itemsize)
 
 
 def test_bounds_by_hand():
     done, rates = Work(linear=3 * 10**12, attention=10**12, tower=10**12), {"bf16": 1000.0, "fp8": 2000.0}
-    assert roofline.prefill_seconds(done, rates, "bf16", 1) == pytest.approx(0.010)
-    assert roofline.prefill_seconds(done, rates, "fp8", 2) == pytest.approx((0.003 + 0.004) / 2)
-    assert roofline.prefill_seconds(done, {}, "bf16", 1) is None
-    assert roofline.decode_seconds(8e9, 0, 4000, 1000, 2) == pytest.approx(0.001)
-    assert roofline.decode_seconds(1, 5e12, 4000, 1000, 1) == pytest.approx(0.010)
-    assert roofline.decode_seconds(8e9, 1, None, 1000, 1) is None
-    assert dataclasses.asdict(Read(1.0, 2.0)) == {"always": 1.0, "routed": 2.0}
+    assert roofline.prefill_seconds(done, rates, "bf16") == pytest.approx(0.010)
+    assert roofline.prefill_seconds(done, rates, "fp8") == pytest.approx(0.003 + 0.004)
+    assert roofline.prefill_seconds(done, {}, "bf16") is None
+    assert roofline.decode_seconds(8e9, 0, 4000, 1000) == pytest.approx(0.002)
+    assert roofline.decode_seconds(1, 5e12, 4000, 1000) == pytest.approx(0.010)
+    assert roofline.decode_seconds(8e9, 1, None, 1000) is None
 
 
 def test_types_of_arithmetic():

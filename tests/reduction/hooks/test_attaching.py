@@ -98,7 +98,6 @@ def test_supported_and_unsupported_models():
     works = {spec.family: [m for m in REGISTRY.names() if family_problem(spec, m) is None] for spec in all_specs()}
     inside = ["dart-llm", "dyrate", "fastv", "pevlm"]
     after = [
-        "cdpruner",
         "coverage",
         "dart",
         "divprune",
@@ -111,7 +110,7 @@ def test_supported_and_unsupported_models():
     ]
     merging = ["dymu"]
     assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
-    assert works["llava-next"] == sorted([*after, *inside, *merging])
+    assert works["llava-next"] == sorted([*after, *inside])
     assert works["gemma3"] == sorted([*after, *merging])
     assert works["lfm2-vl"] == after
     for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
@@ -123,7 +122,7 @@ def test_supported_and_unsupported_models():
     assert works["llava-onevision"] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")
-    with pytest.raises(UserError, match="pictures of one size, and those of qwen2-vl have any; use cdpruner, "):
+    with pytest.raises(UserError, match="pictures of one size, and those of qwen2-vl have any; use coverage, "):
         attach(tiny("qwen2-vl"), "dymu")
 
 

@@ -14,7 +14,7 @@ from vlmcompress.reduction.methods import pevlm
 from vlmcompress.utils.errors import UserError
 
 FIVE = ([picture(seed) for seed in range(5)], "how many are alike?")
-OPTIONS = {"sink": 1, "frames": 2}
+OPTIONS = {"frames": 2}
 
 
 def parts(units: list[Reduced], row: int, s: int) -> list[int]:
@@ -26,7 +26,7 @@ def parts(units: list[Reduced], row: int, s: int) -> list[int]:
         if number == len(images):
             labels.append(-1)
         else:
-            labels.append(0 if number < OPTIONS["sink"] else 1 + (number - OPTIONS["sink"]) // OPTIONS["frames"])
+            labels.append(0 if number < 1 else 1 + (number - 1) // OPTIONS["frames"])
     return labels
 
 
@@ -89,7 +89,7 @@ def test_a_block_is_as_if_encoded_alone(family):
 def test_one_block_changes_no_bit(family):
     vlm = tiny(family)
     before = traces(vlm.model)
-    for prompt, options in ((FIVE, {"sink": 1, "frames": 4}), (ONE, OPTIONS), (NONE, OPTIONS), (FIVE, {"sink": 5})):
+    for prompt, options in ((FIVE, {"frames": 4}), (ONE, OPTIONS), (NONE, OPTIONS)):
         inputs = encode(vlm, prompt)
         plain = vlm.model(**inputs).logits
         with attach(vlm, "pevlm", options):
@@ -112,9 +112,8 @@ def test_a_second_turn_sees_the_first():
 
 def test_parts_and_attention_that_takes_no_mask():
     images = [(3, 4), (8, 4), (12, 4), (17, 4)]
-    assert pevlm.PEVLM(sink=1, frames=2).attention_parts(images, 30) == [7, 9, 5, 9]
-    assert pevlm.PEVLM(sink=0, frames=3).attention_parts(images, 30) == [3, 13, 5, 9]
-    assert pevlm.PEVLM(sink=9).attention_parts(images, 21) == [21, 0]
+    assert pevlm.PEVLM(frames=2).attention_parts(images, 30) == [7, 9, 5, 9]
+    assert pevlm.PEVLM().attention_parts(images[:1], 7) == [7, 0]
     vlm = tiny("llava")
     vlm.model.set_attn_implementation("eager")
     try:

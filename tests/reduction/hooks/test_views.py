@@ -83,7 +83,7 @@ def test_equals_a_full_stop_in_place_of_the_images_that_go(family):
     inputs = encode(vlm, CAMERAS, OTHER, SINGLE, ([], NONE[1]))
     sizes, hook = watched(vlm)
     plain = vlm.model(**inputs).logits
-    with attach(vlm, "litevlm", {"keep": 0.4, "lexical": 10}) as attached:
+    with attach(vlm, "litevlm", {"keep": 0.4}) as attached:
         reduced = vlm.model(**inputs).logits
         out = vlm.model.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)
     hook.remove()
@@ -111,7 +111,7 @@ def test_names_of_images_decide_what_stays(family, keep):
     """What stays is what the method says of the names' and the question's words, here encoded apart from the prompt."""
     vlm = tiny(family)
     for prompt in (CAMERAS, OTHER):
-        with attach(vlm, "litevlm", {"keep": keep, "lexical": 0.5}) as attached:
+        with attach(vlm, "litevlm", {"keep": keep}) as attached:
             vlm.model(**encode(vlm, prompt))
         stays = [number for number, unit in enumerate(attached.reduced_units) if len(unit.reduction.anchor) > 1]
         assert stays == expected(vlm, prompt, keep)

@@ -10,20 +10,19 @@ import pytest
 import torch
 
 from tests.kit.reducer_data import cosine, run, signals
-from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.methods import coverage
 
 
-def softmax(values, temperature):
-    powers = [math.exp((value - max(values)) / temperature) for value in values]
+def softmax(values):
+    powers = [math.exp((value - max(values)) / 0.2) for value in values]
     return [power / sum(powers) for power in powers]
 
 
 class Slow:
     """The objective, term by term in Python's floats."""
 
-    def __init__(self, features, chosen):
-        self.tokens = [softmax([cosine(x, y) for y in features], chosen.temperature) for x in features]
+    def __init__(self, features):
+        self.tokens = [softmax([cosine(x, y) for y in features]) for x in features]
 
     def __call__(self, kept):
         return sum(max(row[j] for j in kept) for row in self.tokens)
@@ -37,11 +36,10 @@ class Slow:
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.4, 0.8])
-@pytest.mark.parametrize("temperature", [0.2, 0.5])
-def test_always_the_token_that_adds_most(keep, temperature):
+def test_always_the_token_that_adds_most(keep):
     """Oracle: every candidate tried in every step."""
-    s, chosen = signals((1, 5, 6)), coverage.Coverage(keep=keep, temperature=temperature)
-    expected = Slow(s.features, chosen).greedy(chosen.budget(s.grid))
+    s, chosen = signals((1, 5, 6)), coverage.Coverage(keep=keep)
+    expected = Slow(s.features).greedy(chosen.budget(s.grid))
     assert run(chosen, s).anchor.tolist() == sorted(expected)
 
 
@@ -54,13 +52,6 @@ def test_near_the_best_of_all_choices(seed):
     features = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed))
     s = dataclasses.replace(signals((1, 1, 10)), features=features, **NOTHING)
     chosen = coverage.Coverage(keep=0.4)
-    scores = Slow(s.features, chosen)
+    scores = Slow(s.features)
     best = max(map(scores, itertools.combinations(range(10), 4)))
     assert (1 - 1 / math.e) * best <= scores(run(chosen, s).anchor.tolist()) <= best + 1e-12
-
-
-def test_options():
-    assert parse_reducer("coverage:0.5").plain() == {"method": "coverage", "keep": 0.5, "temperature": 0.2}
-    for temperature in (0, math.nan, "warm", True):
-        with pytest.raises(ValueError, match="temperature must be a number from 0.001"):
-            coverage.Coverage(temperature=temperature)

@@ -9,7 +9,7 @@ import torch
 
 from tests.kit.reducer_data import features as image
 from vlmcompress.reduction.methods import _selecting as selecting
-from vlmcompress.reduction.methods import cdpruner, coverage, dart, divprune
+from vlmcompress.reduction.methods import coverage, dart, divprune
 from vlmcompress.reduction.methods._base import top, unit
 
 
@@ -40,7 +40,7 @@ def stepwise(monkeypatch, *arguments):
 def test_cover_is_the_same_lazily_and_step_by_step(seed, monkeypatch):
     draw = torch.Generator().manual_seed(seed)
     rows = unit(image(seed))
-    table = [rows @ rows.T, coverage.represented(rows, 0.2), coverage.represented(rows, 0.05)[:7]][seed % 3]
+    table = [rows @ rows.T, coverage.represented(rows), coverage.represented(rows)[:7]][seed % 3]
     covered = torch.randperm(len(rows), generator=draw)[: seed // 4 % 2 * 5]
     count = [1, 9, 30, 40][seed % 4]
     chosen = selecting.cover(table, count, covered)
@@ -52,7 +52,7 @@ def test_cover_is_the_same_lazily_and_step_by_step(seed, monkeypatch):
 def test_of_tokens_that_are_alike_the_first_is_kept(seed):
     """The number of tokens is none that vector instructions divide, which would add up the last ones' gains in other order."""
     features = image(seed)
-    assert selecting.cover(coverage.represented(features, 0.2), 20).tolist() == exact_cover(features, 20)
+    assert selecting.cover(coverage.represented(features), 20).tolist() == exact_cover(features, 20)
 
 
 def divprune_steps(features, count):
@@ -63,21 +63,6 @@ def divprune_steps(features, count):
         nearest = distance[kept].amin(0)
         nearest[kept] = -torch.inf
         kept.append(int(nearest.argmax()))
-    return kept
-
-
-def cdpruner_steps(features, count):
-    """The published recursion, a token at a time."""
-    rows = unit(features)
-    kernel, left = rows @ rows.T, (rows != 0).any(1).float() + cdpruner.DIAGONAL
-    factor, kept = torch.zeros(0, len(rows)), []
-    for _ in range(count):
-        scores = left.clone()
-        scores[kept] = -1
-        token = int(scores.argmax())
-        row = (kernel[token] - factor[:, token] @ factor) / left[token].sqrt()
-        factor, left = torch.cat([factor, row[None]]), (left - row.square()).clamp(min=cdpruner.DIAGONAL)
-        kept.append(token)
     return kept
 
 
@@ -92,11 +77,10 @@ def dart_steps(features, query, pivots, count):
 
 
 @pytest.mark.parametrize("seed", range(20))  # each kind of image (seed % 5) with each count (seed % 4)
-def test_divprune_cdpruner_and_dart_are_the_same_a_token_at_a_time(seed):
+def test_divprune_and_dart_are_the_same_a_token_at_a_time(seed):
     features = image(seed, width=60)
     count = [1, 5, 22, 40][seed % 4]
     assert divprune.select(features, count).tolist() == divprune_steps(features, count)
-    assert cdpruner.select(features, count).tolist() == cdpruner_steps(features, count)
     for pivots, words in itertools.product((1, 4, 20), (0, 3)):
         lead, query = top(features.abs().sum(1), pivots), features[:words] + 1
         assert sorted(dart.select(features, query, lead, count).tolist()) == dart_steps(features, query, lead, count)

@@ -87,7 +87,7 @@ def test_worth_is_as_defined(weights, grid):
 def test_the_best_and_what_covers_the_rest(weights, cover):
     """Oracle: the highest worths, then always the token that raises the coverage of all most, each candidate tried."""
     s = signals((1, 5, 6))
-    values, table = slow(weights, s.features, s.grid), represented(s.features, 0.2).tolist()
+    values, table = slow(weights, s.features, s.grid), represented(s.features).tolist()
     count = 12
     kept = best(values, count - math.floor(cover * count + 0.5))
     while len(kept) < count:

@@ -14,11 +14,11 @@ from vlmcompress.reduction.methods import Reduction, Signals, dyrate, litevlm, p
 
 def test_litevlm_keeps_the_views_of_the_question():
     s = dataclasses.replace(signals((6, 1, 1)), saliency=litevlm.matches(["front", "rear"] * 3, "What is at the Rear?"))
-    assert run(litevlm.LiteVLM(keep=0.5, lexical=10), s).anchor.tolist() == [1, 3, 5]
+    assert run(litevlm.LiteVLM(keep=0.5), s).anchor.tolist() == [1, 3, 5]
     scores = [max(cosine(view, word) for word in s.query) for view in s.features]
-    plain = run(litevlm.LiteVLM(keep=1 / 3, lexical=0), s)
+    plain = run(litevlm.LiteVLM(keep=1 / 3), dataclasses.replace(s, saliency=None))
     assert plain.anchor.tolist() == sorted(best(scores, 2))
-    assert run(litevlm.LiteVLM(keep=0.2, lexical=1), dataclasses.replace(s, query=s.query[:0])).anchor.tolist() == [1]
+    assert run(litevlm.LiteVLM(keep=0.2), dataclasses.replace(s, query=s.query[:0])).anchor.tolist() == [1]
 
 
 def test_litevlm_matches_words_of_names():
@@ -33,7 +33,7 @@ def test_dyrate_follows_the_attention_and_never_brings_back():
         attention = signals(seed=step).saliency[merged.anchor]
         attention = attention / attention.sum() * mass
         now = Signals(s.grid, saliency=attention, merged=merged)
-        new = run(dyrate.DyRate(factor=2.0, least=0.1), now)
+        new = run(dyrate.DyRate(factor=2.0), now)
         assert new.anchor.tolist() == sorted(best(attention.tolist(), len(new.anchor)))
         merged = merged.then(new)
         counts.append(len(merged.anchor))
@@ -43,15 +43,15 @@ def test_dyrate_follows_the_attention_and_never_brings_back():
 
 def test_dyrate_keeps_the_least():
     s = Signals((1, 4, 5), saliency=torch.full((20,), 1e-6))
-    assert run(dyrate.DyRate(least=0.25), s).anchor.tolist() == [0, 1, 2, 3, 4]
-    for wrong in ({"factor": 0}, {"least": 1.5}, {"least": 0}, {"layer": 0}):
+    assert run(dyrate.DyRate(), s).anchor.tolist() == [0, 1]
+    for wrong in ({"factor": 0}, {"layer": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             dyrate.DyRate(**wrong)
 
 
 def test_pevlm_mask():
     frames = [(first, 2) for first in range(3, 13, 2)]
-    lengths = pevlm.PEVLM(sink=1, frames=2).attention_parts(frames, 17)
+    lengths = pevlm.PEVLM(frames=2).attention_parts(frames, 17)
     assert lengths == [5, 4, 4, 4]
     part = [k for k, length in enumerate(lengths) for _ in range(length)]
     got = pevlm.mask(lengths)
@@ -61,9 +61,8 @@ def test_pevlm_mask():
 
 def test_pevlm_of_one_block_is_causal_attention():
     frames = [(first, 6) for first in range(5, 29, 6)]
-    lengths = pevlm.PEVLM(sink=1, frames=8).attention_parts(frames, 35)
+    lengths = pevlm.PEVLM().attention_parts(frames, 35)
     assert torch.equal(pevlm.mask(lengths), torch.ones(35, 35).tril().bool())
-    assert pevlm.PEVLM(sink=9).attention_parts([(0, 3), (3, 3)], 7) == [6, 1]
 
 
 def test_pevlm_blocks_can_be_encoded_apart():

@@ -150,7 +150,7 @@ def test_whole_numbers_have_an_upper_bound():
         assert getattr(type(REGISTRY.get(name))(**{field: most}), field) == most
 
 
-@pytest.mark.parametrize("name", ["cdpruner", "coverage", "dart", "dart-llm", "divprune"])
+@pytest.mark.parametrize("name", ["coverage", "dart", "dart-llm", "divprune"])
 def test_scale_of_the_features_does_not_matter(name):
     original = signals()
     for factor in (2.0**-20, 3.0, 2.0**15):

@@ -11,6 +11,7 @@ import torch
 from tests.kit.reducer_data import cosine, run, signals
 from vlmcompress.reduction.methods import relevance
 
+SHARPNESS = 3.0
 CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))
 
 
@@ -23,13 +24,13 @@ def tiles(rows, columns, height, width):
     ]
 
 
-def slow(s, count, sharpness):
+def slow(s, count):
     """Groups of tokens: whole regions first, then always the dearest affordable step, cell by cell."""
     _, height, width = s.grid
     match = [max(cosine(f, q) for q in s.query) for f in s.features]
     regions = tiles(4, 4, height, width)
     best = [max(match[i] for i in region) for region in regions]
-    scores = [math.exp(sharpness * (b - min(best)) / (max(best) - min(best))) if len(best) > 1 else 1.0 for b in best]
+    scores = [math.exp(SHARPNESS * (b - min(best)) / (max(best) - min(best))) if len(best) > 1 else 1.0 for b in best]
     if count <= len(regions):
         return sorted(sorted(regions, key=lambda region: -scores[regions.index(region)])[:count])
     groups, level, query = (
@@ -65,7 +66,7 @@ def slow(s, count, sharpness):
 def test_levels_of_detail(grid, keep):
     s, chosen = signals(grid, seed=3), relevance.Relevance(keep=keep)
     got, x = run(chosen, s), torch.randn(math.prod(grid), 3, dtype=torch.float64)
-    groups = slow(s, chosen.budget(grid), 3.0)
+    groups = slow(s, chosen.budget(grid))
     tokens_by_output = sorted((got.target == row).nonzero().squeeze(1).tolist() for row in range(len(got.anchor)))
     assert tokens_by_output == groups
     means = {group[len(group) // 2]: x[group].mean(0) for group in groups}
@@ -89,15 +90,6 @@ def test_what_the_question_is_about_keeps_every_token():
     assert (elsewhere >= 4).all() and elsewhere.float().mean() > 8
 
 
-def test_without_sharpness_or_question_all_regions_are_alike():
-    blunt, mute = (
-        relevance.Relevance(keep=144 / 576, sharpness=0),
-        dataclasses.replace(picture(), query=torch.zeros(0, 2)),
-    )
-    for s, chosen in ((picture(), blunt), (mute, relevance.Relevance(keep=144 / 576))):
-        assert run(chosen, s).sizes.tolist() == [4] * 144  # 36 regions at "low"
-
-
-def test_sharpness_is_checked():
-    with pytest.raises(ValueError, match="sharpness"):
-        relevance.Relevance(sharpness=-1)
+def test_without_a_question_all_regions_are_alike():
+    mute = dataclasses.replace(picture(), query=torch.zeros(0, 2))
+    assert run(relevance.Relevance(keep=144 / 576), mute).sizes.tolist() == [4] * 144  # 36 regions at "low"

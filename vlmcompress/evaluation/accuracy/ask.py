@@ -83,6 +83,11 @@ class SuiteAnswers:
     resumed: int
     pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean number of tokens of a prompt for the language model."""
+        return sum(sample.answer.prompt_tokens for sample in self.samples) / len(self.samples)
+
 
 def ask_suite(
     model: str | Path,

@@ -41,11 +41,13 @@ def textvqa(row: Row, answers: list[str]) -> Scores:
 
 
 def vqav2(row: Row, answers: list[str]) -> Scores:
+    # Ten people answered each question; TextVQA's table has their answers alone, VQAv2's a mapping for each.
     people = [person["answer"] for person in row["answers"]]
     return score("vqa_accuracy", answers[0], scoring.vqa_accuracy(answers[0], people, cut=False))
 
 
 def ocrbench(row: Row, answers: list[str]) -> Scores:
+    # HME100k is OCRBench's part of handwritten formulas, in which spaces do not count.
     formulas, expected = row["dataset"] == "HME100k", row["answer"]
     texts = [expected] if isinstance(expected, str) else expected
     return score("accuracy", answers[0], scoring.contains(answers[0], texts, formulas=formulas))
@@ -75,6 +77,7 @@ def _mmmu_prompt(row: Row) -> str:
 
 
 def _mmmu_options(row: Row) -> dict[str, str]:
+    # The table holds a Python list as text.
     return dict(zip(string.ascii_uppercase, ast.literal_eval(row["options"]), strict=False))
 
 
@@ -87,6 +90,7 @@ def mmmu_target(row: Row) -> list[str]:
 def mmmu(row: Row, answers: list[str]) -> Scores:
     if row["question_type"] != "multiple-choice":
         return score("accuracy", answers[0], scoring.mmmu_open(answers[0], mmmu_target(row)))
+    # None where the answer names no option: MMMU's own script then draws one at random; here it is wrong, and not parsed.
     chosen = scoring.mmmu_choice(answers[0], _mmmu_options(row))
     return score("accuracy", answers[0], None if chosen is None else chosen in mmmu_target(row))
 
@@ -122,12 +126,14 @@ def pope(row: Row, answers: list[str]) -> dict[str, Any]:
 def pope_f1(pairs: list[tuple[str, str | None]]) -> float:
     """F1 of the answer `yes` over pairs (expected, said)."""
     hits = sum(pair == ("yes", "yes") for pair in pairs)
+    # 2 TP / (2 TP + FP + FN): every yes that was expected, and every one that was said, of each hit both.
     named = sum((expected == "yes") + (said == "yes") for expected, said in pairs)
     return 2 * hits / named if named else 0.0
 
 
 def refcoco_rows(dataset: Any) -> Any:
     """One row for each expression that describes a region, with an `id` and the text as `expression`."""
+    # A row of the data is a region with several expressions, each of which is a question.
     expressions = [
         (row, number, text)
         for row, texts in enumerate(dataset["answer"])
@@ -153,7 +159,7 @@ def refcoco_target_pixels(row: Row) -> str:
 
 
 def _box(row: Row, across: int, down: int) -> str:
-    left, top, width, height = row["bbox"]
+    left, top, width, height = row["bbox"]  # in pixels
     box = left / across, top / down, (left + width) / across, (top + height) / down
     return f"[{', '.join(f'{value:.4f}' for value in box)}]"
 

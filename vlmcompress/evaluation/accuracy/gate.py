@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import vlmcompress
-from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Results, State, Suite, Verdict
+from vlmcompress.evaluation.results import Comparison, Gate, GateRule, Results, Suite, Verdict
 from vlmcompress.utils import yaml_files as _yaml
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.text import points, times
@@ -58,7 +58,7 @@ class SpeedRule(_Strict):
 
     metric: str
     mode: Literal["serve"] = "serve"
-    state: State = "cold"
+    state: Literal["cold"] = "cold"
     at_least: float = Field(gt=0, allow_inf_nan=False)
 
 

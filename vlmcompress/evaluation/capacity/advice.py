@@ -12,7 +12,6 @@ from vlmcompress.evaluation.capacity import cache_pool
 from vlmcompress.evaluation.capacity.capacity import Capacity, FormatRow
 from vlmcompress.evaluation.capacity.weight_bytes import QUANTIZED
 from vlmcompress.quantization.plan import kv_cache
-from vlmcompress.utils import hub
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Flag:
         return f"{self.name} {shlex.quote(self.value)}"
 
 
-def command(capacity: Capacity, row: FormatRow, model: str, out: str = "OUT") -> str | None:
+def command(capacity: Capacity, row: FormatRow) -> str | None:
     """The command `vlmcompress quantize ...` that writes the format; None if there is nothing to write."""
     request, name = capacity.request, row.weights.name
     if row.weights.key == QUANTIZED or capacity.model.source is None:
@@ -36,7 +35,8 @@ def command(capacity: Capacity, row: FormatRow, model: str, out: str = "OUT") ->
     kv = request.kv_cache in ("fp8", "fp8_e4m3") and row.weights.scheme is not None
     if row.weights.scheme is None and not request.reduce:
         return None
-    parts = ["vlmcompress", "quantize", model, "-o", out, "--scheme", "none" if row.weights.scheme is None else name]
+    parts = ["vlmcompress", "quantize", capacity.model_name, "-o", "OUT"]
+    parts += ["--scheme", "none" if row.weights.scheme is None else name]
     parts += [part for key, value in row.weights.options.items() for part in ("--set", f"options.{key}={value}")]
     parts += ["--tp", str(request.tp)] if request.tp > 1 and row.weights.scheme else []
     parts += ["--target", request.target_name] if request.target_name else []
@@ -52,41 +52,32 @@ def serve_flags(capacity: Capacity, row: FormatRow) -> list[Flag]:
     request, load = capacity.request, capacity.loads[capacity.served]
     requests = math.floor(row.requests[capacity.served])
     pictures = request.pictures
-    serve_flags = []
+    flags = []
     if request.tp > 1:
-        serve_flags.append(Flag("--tensor-parallel-size", str(request.tp), "as asked"))
+        flags.append(Flag("--tensor-parallel-size", str(request.tp), "as asked"))
         if capacity.model.tower_problem(request.tp):
-            serve_flags.append(Flag("--mm-encoder-tp-mode", "data", "the vision tower cannot be split over so many"))
-    context = capacity.model.decoder.context
-    serve_flags.append(
-        Flag(
-            "--max-model-len",
-            str(load.context),
-            f"{load.visual:,} visual + {load.text:,} text + {load.out:,} output tokens"
-            + (
-                f"; the model's {context:,} would have to fit for one request"
-                if context and context > load.context
-                else ""
-            ),
-        )
-    )
+            flags.append(Flag("--mm-encoder-tp-mode", "data", "the vision tower cannot be split over so many"))
+    why = f"{load.visual:,} visual + {load.text:,} text + {load.out:,} output tokens"
+    if (context := capacity.model.decoder.context) and context > load.context:
+        why += f"; the model's {context:,} would have to fit for one request"
+    flags.append(Flag("--max-model-len", str(load.context), why))
     most = max(1, min(requests, capacity.defaults.sequences))
     why = "more would not fit and be preempted" if most == requests else "vLLM's own limit; the cache holds more"
-    serve_flags.append(Flag("--max-num-seqs", str(most), why))
+    flags.append(Flag("--max-num-seqs", str(most), why))
     limit = f'{{"image":{len(pictures.images)},"video":{int(pictures.video is not None)}}}'
-    serve_flags.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
+    flags.append(Flag("--limit-mm-per-prompt", limit, "vLLM reserves memory for what a request may bring"))
     if request.kv_cache != "auto":
         name = kv_cache.FLAGS.get(request.kv_cache, request.kv_cache)
-        serve_flags.append(Flag("--kv-cache-dtype", name, "as asked"))
+        flags.append(Flag("--kv-cache-dtype", name, "as asked"))
     if request.draft:
         setting = json.dumps({**request.draft.speculative_config(), "model": str(request.draft.folder)})
-        serve_flags.append(Flag("--speculative-config", setting, "as asked"))
+        flags.append(Flag("--speculative-config", setting, "as asked"))
     elif request.speculative:
         method, tokens = request.speculative
-        serve_flags.append(
+        flags.append(
             Flag("--speculative-config", f'{{"method":"{method}","num_speculative_tokens":{tokens}}}', "as asked")
         )
-    return serve_flags
+    return flags
 
 
 def recommendation(capacity: Capacity, row: FormatRow) -> str:
@@ -122,8 +113,3 @@ def serve_command(capacity: Capacity, row: FormatRow, served: str, flags: Sequen
         needed = capacity.defaults.sequences * capacity.loads[capacity.served].bytes + capacity.pool.block_bytes
         variable = f"VLLM_CPU_KVCACHE_SPACE={max(1, min(row.space or 0, needed + cache_pool.GIB) // cache_pool.GIB)} "
     return f"{variable}vllm serve {served} {' '.join(map(str, flags))}"
-
-
-def model_name(capacity: Capacity) -> str:
-    """The model's display name."""
-    return hub.display_path(capacity.model.path)

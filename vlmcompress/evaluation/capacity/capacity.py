@@ -30,6 +30,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.visual_count import Counted, CountRule, Pictures, kept_tokens
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.text import size
 
@@ -118,6 +119,11 @@ class Capacity:
     head_token_bytes: int = 0
 
     @property
+    def model_name(self) -> str:
+        """The model's display name."""
+        return hub.display_path(self.model.path)
+
+    @property
     def served(self) -> str:
         """Name of the served load: that with the reducer, if there is one."""
         return list(self.loads)[-1]
@@ -145,14 +151,12 @@ class Capacity:
         return min(fitting, key=lambda row: row.device, default=None)
 
 
-def plan_capacity(
-    model: ServedModel, request: CapacityRequest, rows: bool = True, formats: Sequence[Weights] | None = None
-) -> Capacity:
+def plan_capacity(model: ServedModel, request: CapacityRequest, formats: Sequence[Weights] | None = None) -> Capacity:
     """Compute the plan. Raises `UserError` for an impossible request, e.g. too long a context or an indivisible number of
     heads.
 
     Args:
-        rows: False: only loads, no formats. `formats`: the formats of rows; None: all formats of schemes.
+        formats: the formats of rows; None: all formats of schemes.
     """
     if problem := served_model.tp_problem_message(model.decoder, request.tp):
         raise UserError(problem)
@@ -184,8 +188,8 @@ def plan_capacity(
     for name, tokens in visual.items():
         context = tokens + request.text + request.out
         in_flight, filled = defaults.in_flight(context), cache_pool.tokens_bytes(layers, context)
-        blocks, whole = pool.blocks(context, in_flight), pool.request_bytes(context, in_flight)
-        loads[name] = Load(tokens, request.text, request.out, filled, blocks, whole)
+        blocks = pool.blocks(context, in_flight)
+        loads[name] = Load(tokens, request.text, request.out, filled, blocks, blocks * pool.block_bytes)
     if model.decoder.context and context > model.decoder.context:  # of the last load, the one that is served
         raise UserError(
             f"a request has {context:,} tokens and the model takes {model.decoder.context:,} (max_position_embeddings); use "
@@ -212,8 +216,6 @@ def plan_capacity(
         speculation=speculation,
         head_token_bytes=sum(layer.token_bytes for layer in head_layers),
     )
-    if not rows:
-        return capacity
     formats = formats or weight_bytes.formats(model, request.target_name, request.tp, request.vocabulary)
     return replace(capacity, rows=tuple(_row(capacity, weights) for weights in formats))
 

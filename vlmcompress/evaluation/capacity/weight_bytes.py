@@ -26,8 +26,7 @@ from vlmcompress.engines.vllm.served_model import Attention, ServedDecoder, Serv
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.models import Source
 from vlmcompress.numerics import Scheme, label
-from vlmcompress.quantization.plan import devices as planned
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.registry import SCHEMES
@@ -133,7 +132,7 @@ def _row(source: Source, target: str | None, row: Weights, devices: int, vocabul
     recipe = resolve(settings | ({"target": target} if target else {}), strict=False, weights="headers").recipe
     plan = make_plan(recipe, source=source, strict=False)
     carried = [problem for problem in plan.problems if not problem.startswith("the model carries the reducer")]
-    torn = partition.partition_problem(planned.quantized_decoder_layers(plan), devices, target) if devices > 1 else None
+    torn = partition.partition_problem(plan.fused_layers, devices, target) if devices > 1 else None
     if carried or torn:
         return replace(row, problem=carried[0] if carried else torn)
     return replace(row, stored=plan.bytes_after)

@@ -1,1 +1,1 @@
-"""Examination of a finished checkpoint: its files, and the errors of its layers."""
+"""Examination of a finished checkpoint's files, and of draft heads."""

@@ -2,21 +2,17 @@
 
 Nothing is trusted that can be computed: files are hashed, headers measured, and the model is built without weights exactly
 as transformers builds it for this config, so that a tensor that would be silently re-initialized shows as missing.
-Weights are read once, a part at a time, for their hashes and their numbers. Damage gives a failing check, not an exception.
+Damage gives a failing check, not an exception.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
@@ -32,12 +28,10 @@ from vlmcompress.utils import identity, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import Check, error_text
 from vlmcompress.utils.registry import FORMATS
-from vlmcompress.utils.tensor_headers import Entry, read_entries
+from vlmcompress.utils.tensor_headers import Entry
 from vlmcompress.utils.text import size, smaller
 
-_PART = 1 << 20  # bytes of a file that are checked together: they stay in a core's cache
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
-_NOT_FINITE, _NOT_POSITIVE = "holds NaN or infinity", "is not positive"
 
 
 def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) -> list[Check]:
@@ -79,13 +73,6 @@ class _Subject:
 
     def __init__(self, path: Path, source: Path | None, weights: bool):
         self.path, self.source, self.weights = path, source, weights
-        self._passes: dict[Path, _Pass] = {}
-
-    def read_through(self, file: Path) -> _Pass:
-        """The result of reading a file of weights; the first call reads it."""
-        if file not in self._passes:
-            self._passes[file] = _read_through(file)
-        return self._passes[file]
 
     @functools.cached_property
     def other(self) -> Any:
@@ -159,55 +146,6 @@ class _Subject:
         return compressed_tensors.group_of(self.quantization, name)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """The result of one pass over a file: the hash and size that the manifest records, and problems of its numbers."""
-
-    described: dict[str, str | int]
-    problems: list[str]
-
-
-def _read_through(file: Path) -> _Pass:
-    """Read a safetensors file once, `_PART` bytes at a time. A file with an unreadable header is only hashed."""
-    try:
-        entries = read_entries(file)
-    except UserError:
-        entries = []
-    digest, problems, size = hashlib.sha256(), list[str](), file.stat().st_size
-    buffer = torch.empty(_PART, dtype=torch.uint8)
-    memory = buffer.numpy().data
-    with file.open("rb") as stream:
-
-        def parts(end: int) -> Iterator[Tensor]:
-            while count := stream.readinto(memory[: end - stream.tell()]):
-                digest.update(memory[:count])
-                yield buffer[:count]
-
-        for entry in entries:
-            dtype = tensor_files.DTYPES[entry.spec.dtype]
-            deque(parts(entry.start), 0)  # the header
-            kinds = {
-                problem
-                for part in parts(entry.end)
-                if dtype.is_floating_point
-                for problem in _number_problems(part.view(dtype))
-            }
-            if _NOT_FINITE in kinds:
-                problems.append(f"tensor '{entry.name}' in {file.name} {_NOT_FINITE}")
-            elif kinds and entry.name.endswith("_scale"):
-                problems.append(f"scale '{entry.name}' in {file.name} {_NOT_POSITIVE}")
-        deque(parts(size), 0)
-    return _Pass({"sha256": digest.hexdigest(), "size": size}, problems)
-
-
-def _number_problems(values: Tensor) -> Iterator[str]:
-    """The problems of `values`. Read as signed integers, floats have their own sign, and 0 is 0 or the least integer."""
-    if values.view(torch.uint8).numpy().view(f"i{values.dtype.itemsize}").min() <= 0:
-        yield _NOT_POSITIVE
-    if not tensor_files.all_finite(values):
-        yield _NOT_FINITE
-
-
 def _manifest(subject: _Subject) -> str:
     content = manifest.read_manifest(subject.path)
     return f"schema {content['schema_version']}, written by vlmcompress {content['created_by'].get('vlmcompress')}"
@@ -217,12 +155,9 @@ def _files(subject: _Subject) -> str:
     recorded = manifest.read_manifest(subject.path)["files"]
 
     def describe(path: Path) -> dict:
-        if path.suffix not in _WEIGHTS:
+        if subject.weights or path.suffix not in _WEIGHTS:
             return manifest.hash_file(path)
-        if not subject.weights:
-            name = path.relative_to(subject.path).as_posix()
-            return {**recorded.get(name, {}), "size": path.stat().st_size}
-        return subject.read_through(path).described
+        return {**recorded.get(path.relative_to(subject.path).as_posix(), {}), "size": path.stat().st_size}
 
     hashes = manifest.hash_files(subject.path, describe)
     wrong = {
@@ -387,9 +322,12 @@ def _types(subject: _Subject) -> str:
 
 
 def _values(subject: _Subject) -> str:
-    for file in models.shards(subject.path):
-        for problem in subject.read_through(file).problems:
-            raise UserError(problem)
+    for name, tensor in tensor_files.map_tensors(subject.entries).items():
+        where = f"'{name}' in {subject.entries[name].file.name}"
+        if not tensor_files.all_finite(tensor):
+            raise UserError(f"tensor {where} holds NaN or infinity")
+        if name.endswith("_scale") and tensor.is_floating_point() and not (tensor.float() > 0).all():
+            raise UserError(f"scale {where} is not positive")
     return "all numbers finite, all scales positive"
 
 

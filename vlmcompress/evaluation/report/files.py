@@ -13,19 +13,16 @@ from vlmcompress.evaluation.report.words import printable
 from vlmcompress.evaluation.results import FILE, Results, Side, Verdict, load_results
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import dump, is_leftover, save_files
-from vlmcompress.utils.text import points, smaller
 
 JOURNAL = "answers.jsonl"
 """The journal of answers of `vlmcompress eval` in a report's folder, from which a killed run resumes."""
-
-_COLOURS = {"pass": "brightgreen", "fail": "red", "inconclusive": "yellow", None: "blue"}
 
 
 def write_report(results: Results, folder: str | Path) -> dict[str, Path]:
     """Write a report to `folder`, which is created if missing; older files are replaced atomically.
 
     Returns:
-        kind ("json", "md", "html", "junit", "badge") -> file.
+        kind ("json", "md", "html", "junit") -> file.
 
     Raises:
         UserError: the folder can't be written.
@@ -38,7 +35,6 @@ def write_report(results: Results, folder: str | Path) -> dict[str, Path]:
             "md": ("report.md", markdown(findings)),
             "html": ("report.html", report_page(findings)),
             "junit": ("junit.xml", junit(findings)),
-            "badge": ("badge.json", dump(badge(findings))),
         },
     )
 
@@ -111,26 +107,3 @@ def junit(findings: Findings) -> str:
         element.set("errors", "0")
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def badge(findings: Findings) -> dict[str, object]:
-    """The content of `badge.json`, in the endpoint schema of shields.io: what compression cost and won, in one line.
-
-    E.g. `accuracy -0.2 points, 1.96x smaller`, coloured by the gate's verdict or, without one, the suites'.
-    """
-    results, parts = findings.results, []
-    if results.suites:
-        parts.append(f"{points(min(suite.overall.difference for suite in results.suites))} points")
-    before, after = results.baseline.weight_bytes, results.candidate.weight_bytes
-    if before and after:
-        parts.append(smaller(before, after))
-    if findings.main_speed:
-        parts.append(words.pace(findings.main_speed[1]))
-    if findings.verdict in ("fail", "inconclusive"):
-        parts.append(words.VERDICTS[findings.verdict])
-    return {
-        "schemaVersion": 1,
-        "label": "accuracy" if results.suites else "compression",
-        "message": words.typeset(", ".join(parts) or "nothing measured"),
-        "color": _COLOURS[findings.verdict],
-    }

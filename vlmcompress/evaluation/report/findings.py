@@ -1,43 +1,15 @@
-"""The content of a report on one comparison, as data: `text` and `html` render these `Findings`, `files` uses their
-verdicts."""
+"""What a comparison showed, as data: verdicts, the headline, and which row of a table is judged by what."""
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from vlmcompress.evaluation.accuracy import catalogue
-from vlmcompress.evaluation.accuracy.compare import changed_answers
-from vlmcompress.evaluation.accuracy.tasks import BUNDLED
 from vlmcompress.evaluation.report import words
-from vlmcompress.evaluation.results import (
-    Comparison,
-    Gate,
-    GateRule,
-    LoadRun,
-    Ratio,
-    Results,
-    Scored,
-    Side,
-    Suite,
-    Verdict,
-)
-from vlmcompress.utils.text import figures, size, smaller
-
-_WORK = {
-    "text_tokens": "text tokens a request",
-    "visual_tokens": "visual tokens a request",
-    "output_tokens": "output tokens a request",
-    "cached_tokens": "prompt tokens from the prefix cache",
-    "media_hits": "images from a cache",
-    "failed": "failed requests",
-}
-_PREFIX = {"float": "unquantized", "quantized": "quantized"}
+from vlmcompress.evaluation.results import Comparison, Gate, Ratio, Results, Suite, Verdict
+from vlmcompress.utils.text import size, smaller
 
 
 class AccuracyRow(NamedTuple):
@@ -67,11 +39,10 @@ def rows(suite: Suite, gate: Gate | None) -> list[AccuracyRow]:
 
 @dataclass(frozen=True)
 class SuiteFindings:
-    """A suite's accuracy: all samples together and the families, see `rows`, and sentences about them."""
+    """A suite's accuracy: all samples together and the families, see `rows`."""
 
     suite: Suite
     rows: list[AccuracyRow]
-    samples: list[Scored] = field(default_factory=list)
 
     @property
     def overall(self) -> Comparison:
@@ -85,36 +56,10 @@ class SuiteFindings:
         count = len(self.suite.families)
         return [f"More than {limit} lost, shown after correction for {count} families: {names}."] if lost else []
 
-    @property
-    def notes(self) -> list[str]:
-        """Sentences on how the score was chosen, on tokens, on how far the answers agree, and on refused samples."""
-        refused, choice = words.refused(self.suite, self.samples), [self.suite.choice] * bool(self.suite.choice)
-        return [*choice, *words.tokens(self.suite), *words.agreement(self.suite), *refused]
-
-    @property
-    def suspect(self) -> list[tuple[str, tuple[int, int]]]:
-        """Counts of suspect answers: kind, (of the baseline, of the candidate)."""
-        unfinished = f"thoughts that {self.suite.max_tokens} tokens do not end (raise --max-tokens)"
-        return [
-            ("no answer found in the text", self.suite.unparsed),
-            ("not answered, as the model or engine raised", self.suite.refused),
-            (words.empty(self.suite), self.suite.empty),
-            *[(unfinished, self.suite.unfinished)] * any(self.suite.unfinished),
-            (f"cut off at {self.suite.max_tokens} tokens", self.suite.cut_off),
-        ]
-
-
-class SpeedTable(NamedTuple):
-    """Metrics of a benchmark in one mode ("serve") and state ("cold", "warm")."""
-
-    mode: str
-    state: str
-    metrics: dict[str, Ratio]
-
 
 @dataclass(frozen=True)
 class Findings:
-    """The content of a report on results; each part is computed on first access."""
+    """What results show; each part is computed on first access."""
 
     results: Results
 
@@ -152,36 +97,8 @@ class Findings:
         return lines
 
     @cached_property
-    def rules(self) -> list[GateRule]:
-        """The gate's rules, with those of a suite's families merged into one, as `rows` shows each of them."""
-        rules, merged = self.results.gate.rules if self.results.gate else [], list[GateRule]()
-        for rule in rules:
-            # A gate by family has dozens of lines, which the table of accuracy shows one by one; here they are counted.
-            families = [r for r in rules if r.suite == rule.suite and r.family is not None]
-            if rule.family is None or len(families) == 1:
-                merged.append(rule)
-            elif rule is families[0]:
-                verdicts, limits = [r.verdict for r in families], {r.limit for r in families}
-                merged.append(
-                    GateRule(
-                        name=f"{rule.suite}: each of {len(families)} families",
-                        verdict=words.worst(verdicts),
-                        value=words.counted(verdicts),
-                        limit=rule.limit if len(limits) == 1 else "a margin each",
-                        reason="each under Accuracy",
-                    )
-                )
-        return merged
-
-    @cached_property
     def suites(self) -> list[SuiteFindings]:
-        gate, samples = self.results.gate, self.results.samples
-        return [SuiteFindings(s, rows(s, gate), [x for x in samples if x.suite == s.name]) for s in self.results.suites]
-
-    @property
-    def speed(self) -> list[SpeedTable]:
-        summary = self.results.bench.summary if self.results.bench else {}
-        return [SpeedTable(mode, *row) for mode, states in summary.items() for row in states.items()]
+        return [SuiteFindings(suite, rows(suite, self.results.gate)) for suite in self.results.suites]
 
     @cached_property
     def main_speed(self) -> tuple[str, Ratio] | None:
@@ -197,108 +114,6 @@ class Findings:
         return None
 
     @property
-    def work(self) -> list[tuple[str, str, str]]:
-        """Work done by baseline and candidate, by state: tokens, answers from caches, failures."""
-        runs = self.results.bench.runs if self.results.bench else []
-
-        def amount(name: str, side: str, state: str) -> str:
-            selected = [run for run in runs if (run.side, run.state) == (side, state)]
-            total = sum(getattr(run, name) for run in selected)
-            requests = max(1, sum(run.completed for run in selected))
-            return figures(total / requests) if "a request" in _WORK[name] else f"{total:,}"
-
-        states = dict.fromkeys(run.state for run in runs)
-        return [
-            (f"{what}, {state}", amount(name, "baseline", state), amount(name, "candidate", state))
-            for (name, what), state in product(_WORK.items(), states)
-        ]
-
-    @property
-    def memory(self) -> list[tuple[str, str, str]]:
-        """Memory of baseline and candidate: weights, and the KV cache if the benchmark measured it."""
-        before, after = self.results.baseline.weight_bytes, self.results.candidate.weight_bytes
-        table = [("weights", size(before), size(after))] if before and after else []
-        memory = self.results.bench.memory if self.results.bench else {}
-        if {"baseline", "candidate"} <= memory.keys():
-            b, c = memory["baseline"], memory["candidate"]
-            table += [
-                ("tokens in the KV cache", f"{b.kv_cache_tokens:,}", f"{c.kv_cache_tokens:,}"),
-                ("mean requests that fit at once", figures(b.max_concurrency), figures(c.max_concurrency)),
-            ]
-        return table
-
-    @property
-    def drafting(self) -> list[tuple[str, ...]]:
-        """Drafted and accepted tokens by side and state, with a head; empty if nothing was drafted.
-
-        A step produces one token more than it accepts. Its time is compared with that of a baseline that does not draft:
-        drafting gains if steps produce more tokens than they cost.
-        """
-        runs = self.results.bench.runs if self.results.bench else []
-        table: list[tuple[str, ...]] = []
-        for side, state in dict.fromkeys((run.side, run.state) for run in runs):
-            of = [run for run in runs if (run.side, run.state) == (side, state)]
-            plain = [run for run in runs if (run.side, run.state) == ("baseline", state)]
-            drafts, drafted, accepted = (
-                sum(getattr(r, name) for r in of) for name in ("drafts", "drafted", "accepted")
-            )
-            if not drafts or not drafted:
-                continue
-            by_place = (sum(counts) / drafts for counts in zip(*(run.accepted_at for run in of), strict=True))
-            seconds, before = _step_seconds(of), _step_seconds(plain)
-            cost = f"{seconds / before:.2f} of the baseline's" * (
-                seconds > 0 < before and not any(r.drafts for r in plain)
-            )
-            counts = (f"{drafted:,}", f"{accepted:,}", words.percent(accepted / drafted))
-            places = ", ".join(f"{share:.0%}" for share in by_place)
-            table.append((f"{side}, {state}", *counts, places, f"{1 + accepted / drafts:.2f}", cost))
-        head = ("", "drafted", "accepted", "rate", "by place", "tokens of a step with a draft", "time of a step")
-        return [head, *table] if table else []
-
-    @cached_property
-    def changed(self) -> list[Scored]:
-        """Samples with different answers, lost ones first."""
-        return changed_answers(self.results.samples)
-
-    @property
-    def made(self) -> list[tuple[str, str]]:
-        """The candidate's provenance as rows (what, how); empty if unknown."""
-        return provenance_rows(self.results.candidate)
-
-    @property
-    def method(self) -> list[str]:
-        """How the figures were made."""
-        bench = self.results.bench
-        speed = [words.speed_method(bench)] if bench else []
-        return [*map(words.accuracy_method, self.results.suites), *speed]
-
-    @property
-    def bench_command(self) -> str:
-        """The command that measures, or measured, the speed of the two."""
-        sides = f"{shlex.quote(self.results.candidate.path)} --baseline {shlex.quote(self.results.baseline.path)}"
-        if not (bench := self.results.bench):
-            return f"vlmcompress bench {sides}"
-        load = f"--load {bench.load} --requests {bench.requests}"
-        return f"vlmcompress bench {sides} {load} --out-tokens {bench.out_tokens} --repeats {bench.repeats}"
-
-    @property
-    def commands(self) -> list[str]:
-        """The commands that evaluate and measure the two again; flags that change nothing here are left out."""
-        results = self.results
-        sides = f"{shlex.quote(results.candidate.path)} --baseline {shlex.quote(results.baseline.path)}"
-        lines = []
-        for suite in results.suites:
-            engine = results.candidate.engine.get("name", "vllm")
-            flags = f" --suite {shlex.quote(suite.name)}" if suite.name in catalogue.task_names() else ""
-            if suite.source and not (flags and suite.name.partition("_")[0] in BUNDLED):
-                flags += f" --data {shlex.quote(suite.source)}"
-            flags += f" --engine {shlex.quote(str(engine))}"
-            if suite.samples < suite.available:
-                flags += f" --limit {suite.samples} --seed {suite.seed}"
-            lines.append(f"vlmcompress eval {sides}{flags}")
-        return [*lines, *[self.bench_command] * (results.bench is not None)]
-
-    @property
     def about(self) -> str:
         """Machine, engine, version and date in a line."""
         machine, engine = self.results.machine, self.results.candidate.engine
@@ -309,46 +124,3 @@ class Findings:
             self.results.created,
         ]
         return "; ".join(part for part in parts if part) + "."
-
-
-def _step_seconds(runs: Sequence[LoadRun]) -> float:
-    """Mean seconds of a request's decoding step by the server's clock, as tokens reach a busy client in bunches, or 0.0."""
-    steps = sum(run.output_tokens - run.completed - run.accepted for run in runs)
-    return sum(run.decode_seconds for run in runs) / steps if steps > 0 else 0.0
-
-
-def provenance_rows(side: Side) -> list[tuple[str, str]]:
-    """A checkpoint's provenance as rows (what, how); empty if unknown."""
-    stored = side.made.reducer if side.made else ""
-    attached = ", attached for this run; the checkpoint does not carry it" * (side.reducer != stored)
-    reducer = ("visual-token reducer", side.reducer + attached if side.reducer else "")
-    if (facts := side.made) is None:
-        return [reducer] if side.reducer else []
-    options = []
-    for name, value in facts.options.items():
-        text = {True: "yes", False: "no", None: "none"}.get(value) if isinstance(value, bool | None) else str(value)
-        options.append(f"{name} {json.dumps(value) if isinstance(value, list | dict) else text}")
-    calibration = "none: each weight was rounded on its own"
-    if data := facts.calibration:
-        parts = [f"{data.samples:,} samples of {data.source}"]
-        parts += [] if data.images is None else [f"{data.images:,} different images"]
-        parts += [f"{data.text:,} of the samples are text alone, from {data.text_source}"] if data.text else []
-        tokens = ", ".join(f"{count:,} {kind}" for kind, count in data.tokens.items())
-        parts += [f"{tokens} tokens"] if tokens else []
-        parts += [f"seen after {state} blocks" for prefix, state in _PREFIX.items() if prefix == data.prefix]
-        calibration = "; ".join(parts)
-    table = [
-        ("original", facts.source + f" ({facts.family})" * bool(facts.family)),
-        ("scheme", ", ".join([facts.scheme, *options])),
-        ("stored as", "; ".join(facts.formats) or "weights as they were"),
-        ("bits per weight", f"{facts.bits:g} with scales, split among groups of layers" if facts.bits else ""),
-        ("vision tower", {"bf16": "16 bit, as it was"}.get(facts.vision, facts.vision)),
-        ("KV cache", facts.kv_cache or "16 bit"),
-        ("layers left in 16 bits", ", ".join(facts.skip)),
-        ("images made smaller", facts.resize),
-        reducer,
-        ("calibration data", calibration),
-        ("seed", "" if facts.seed is None else str(facts.seed)),
-        ("made with", ", ".join(f"{package} {version}" for package, version in facts.versions.items())),
-    ]
-    return [row for row in table if row[1]] + [("warning", line) for line in facts.warnings]

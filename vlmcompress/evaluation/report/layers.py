@@ -1,130 +1,192 @@
-"""`vlmcompress report --errors`: errors of layers as JSON data and as text.
+"""`vlmcompress report --errors`: the errors of a checkpoint's layers by modality, or what changed from one to another.
 
-For one checkpoint the worst layers, for two (`first`, `other`) also the changes by modality from the first to the other.
+A layer's error is the squared error of its output relative to the output, `|X dW^T|^2 / |X W^T|^2`, over the calibration
+tokens `X` of one modality; if a scheme rounds activations, their error (over a sample of tokens) is included. `quantize`
+records it for every layer. For a scheme without data, only `|dW|^2 / |W|^2` is known, called `weight` here. For two
+checkpoints, `ratio` is the other's error over the first's; the mean over layers is geometric, so that halving one error
+compensates for doubling another.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
-from vlmcompress.evaluation.doctor import layer_errors
-from vlmcompress.evaluation.doctor.layer_errors import Change, LayerErrors
+from vlmcompress.evaluation.report.sections import LAYERS
+from vlmcompress.export import manifest
 from vlmcompress.export.manifest import OF_OUTPUTS, OF_WEIGHTS, error_kind
-from vlmcompress.utils.text import figures, percentage, table, times
-
-CACHE = "FP8 cache: largest keys and values, shares that scales of the other kind of token would clip, rounding errors"
-ADVICE = "Errors by modality need calibration data: quantize with --calib FOLDER."
-
-
-def layer_errors_json(first: LayerErrors, other: LayerErrors | None = None) -> dict[str, Any]:
-    """All errors and changes as JSON data, worst layers first."""
-    if other is None:
-        layers = [{"layer": n, "error": dict(first.errors[n])} for n in layer_errors.worst_first(first)]
-        return {**_described(first), "summary": layer_errors.summarize_errors(first), "layers": layers}
-    changes = layer_errors.compare_errors(first, other)
-    layers = []
-    for name in layer_errors.worst_first(first, other):
-        before, after = first.errors.get(name, {}), other.errors.get(name, {})
-        ratios = {kind: layer_errors.ratio(before[kind], after[kind]) for kind in before if kind in after}
-        layers.append({"layer": name, "error": dict(before), "other": dict(after), "ratio": ratios})
-    return {
-        **_described(first),
-        "summary": layer_errors.summarize_errors(first),
-        "other": {**_described(other), "summary": layer_errors.summarize_errors(other)},
-        "change": {kind: asdict(change) for kind, change in changes.items()},
-        "differences": layer_errors.comparison_problems(first, other),
-        "layers": layers,
-    }
+from vlmcompress.numerics.statistics.balance import MODALITIES
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.text import percentage, table, times
 
 
-def _described(errors: LayerErrors) -> dict[str, Any]:
-    maxima = {"mean": layer_errors.owners(errors), "groups": dict(errors.maxima)} if errors.maxima else None
-    about = {"checkpoint": errors.name, "measured": errors.measured, "calibration": dict(errors.basis) or None}
-    return {**about, "notes": list(errors.notes), "maxima": maxima, "kv_cache": dict(errors.kv_cache) or None}
+@dataclass(frozen=True)
+class LayerErrors:
+    """The errors of one checkpoint's layers.
+
+    Attributes:
+        name: the folder's name.
+        errors: linear layer -> kind (a modality, or `weight`) -> relative squared error.
+        basis: the data that errors were measured on, as in a manifest's `calibration`; empty for errors of weights only.
+        warnings: the manifest's.
+        model: the original, as the manifest identifies it: family, source, hashes of its config and of its weights' headers.
+    """
+
+    name: str
+    errors: Mapping[str, Mapping[str, float]]
+    basis: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> str:
+        """The data that the errors were measured on, in words."""
+        if not self.basis:
+            return "the weights alone, as no calibration data were seen"
+        prefix = {"float": "unquantized", "quantized": "quantized"}.get(self.basis.get("prefix", ""), "other")
+        return f"{manifest.measured_text(self.basis)}, after {prefix} blocks"
 
 
-def layers_text(first: LayerErrors, other: LayerErrors | None, top: int) -> str:
-    """For a terminal: a summary, then the `top` worst layers (0: all)."""
-    checkpoints = [first] if other is None else [first, other]
-    kinds, layers = layer_errors.kinds(*checkpoints), layer_errors.worst_first(*checkpoints)
-    worst = layers[: top or None]
-    count = f"{len(layers)} layers, worst first"
-    if len(worst) < len(layers):
-        count = f"worst {len(worst)} of {len(layers)} layers"
-    rows: list[tuple[str, ...]] = [("layer", *map(error_kind, kinds))]
-    rows += [(layer, *(_cell(layer, kind, first, other) for kind in kinds)) for layer in worst]
-    parts = [_summary(first) if other is None else _changes(first, other), f"{count}\n{table(rows)}"]
-    parts += [f"{errors.name}: {CACHE}\n{table(cache(errors, top))}" for errors in checkpoints if errors.kv_cache]
-    if not all(errors.basis for errors in checkpoints):
-        parts.append(ADVICE)
-    return "\n\n".join(parts)
+def read_errors(folder: Path) -> LayerErrors:
+    """Read the errors that a checkpoint's manifest records.
+
+    Raises:
+        UserError: not a checkpoint of ours, or no layer was quantized.
+    """
+    content = manifest.read_manifest(folder)
+    errors = content["errors"]
+    if not errors:
+        raise UserError(f"no decoder layer of {folder} is quantized, so there is no error to report")
+    manifest.verify_hashes(folder, content)
+    # Errors of weights alone were not measured on the calibration data, whatever these were needed for.
+    of_weights = all(set(error) <= {"weight"} for error in errors.values())
+    basis = {} if of_weights else content["calibration"] or {}
+    return LayerErrors(folder.resolve().name, errors, basis, tuple(content["warnings"]), content["model"])
 
 
-def _summary(errors: LayerErrors) -> str:
-    rows = [("", "mean", "median", "worst", "")]
-    for kind, facts in layer_errors.summarize_errors(errors).items():
-        worst = facts["worst"]
-        shares = map(percentage, (facts["mean"], facts["median"], worst["error"]))
-        rows.append((error_kind(kind), *shares, worst["layer"]))
-    lines = [
-        f"{errors.name}: {OF_OUTPUTS if errors.basis else OF_WEIGHTS}",
-        f"Measured on {errors.measured}.",
-        table(rows),
+def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, dict[str, Any]]:
+    """Compare two checkpoints: kind -> change of the errors over the layers that both have.
+
+    A change has the mean error `before` and `after`; the geometric mean `ratio` of after / before, below 1 if the other is
+    closer to the original, None if all are zero; and in how many layers the other's error is smaller (`better`) and larger
+    (`worse`).
+
+    Raises:
+        UserError: they are of models of two families, or have no layer or no kind of error in common.
+    """
+    was, now = before.model.get("family"), after.model.get("family")
+    if was != now:
+        raise UserError(f"{before.name} is a {was} model and {after.name} a {now} model; compare two of one model")
+    common = sorted(before.errors.keys() & after.errors.keys())
+    if not common:
+        raise UserError(f"{before.name} and {after.name} have no quantized layer in common; compare two of one model")
+    if not (shared := _kinds(before, after)):
+        without_basis = before if not before.basis else after
+        raise UserError(
+            f"{without_basis.name} has errors of weights only and the other has errors by modality; "
+            "quantize both with --calib FOLDER"
+        )
+    changes = {}
+    for kind in shared:
+        pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in common if kind in before.errors[n]]
+        # The geometric mean, as errors of layers span decades and their ratios are what is compared.
+        ratios = [b / a for a, b in pairs if a and b]
+        changes[kind] = {
+            "before": fmean(a for a, _ in pairs),
+            "after": fmean(b for _, b in pairs),
+            "ratio": geometric_mean(ratios) if ratios else None,
+            "better": sum(b < a for a, b in pairs),
+            "worse": sum(b > a for a, b in pairs),
+        }
+    return changes
+
+
+def comparison_problems(before: LayerErrors, after: LayerErrors) -> list[str]:
+    """Reasons why the errors of two checkpoints are not directly comparable; empty if they were measured in the same way."""
+    reasons = []
+    if any(before.model.get(key) != after.model.get(key) for key in ("config_sha256", "headers_sha256")):
+        sources = f"'{before.model.get('source')}' and '{after.model.get('source')}'"
+        reasons.append(f"they were made of two different originals, {sources}: a layer of one is not that of the other")
+    if before.errors.keys() != after.errors.keys():
+        other = len(before.errors.keys() ^ after.errors.keys())
+        reasons.append(f"layers that only one of the two quantizes, and that are not compared: {other}")
+    if before.basis and after.basis:
+        if before.basis.get("sha256") != after.basis.get("sha256"):
+            reasons.append("the two saw different calibration samples")
+        if before.basis.get("prefix") != after.basis.get("prefix"):
+            reasons.append("one was measured after quantized blocks, the other after unquantized ones")
+    return reasons
+
+
+def errors_json(*checkpoints: LayerErrors) -> dict[str, Any]:
+    """All errors of one or two checkpoints as JSON data, the worst layer of any first, and what changed between two."""
+    layers = [
+        {"layer": n, "errors": [dict(c.errors.get(n, {})) for c in checkpoints]} for n in _worst_first(*checkpoints)
     ]
-    return "\n".join([*lines, *largest(errors), *errors.notes])
+    described = [
+        {
+            "checkpoint": c.name,
+            "measured": c.measured,
+            "calibration": dict(c.basis) or None,
+            "warnings": list(c.warnings),
+            "mean": {kind: _mean(c, kind) for kind in _kinds(c)},
+        }
+        for c in checkpoints
+    ]
+    data: dict[str, Any] = {"checkpoints": described, "layers": layers}
+    if len(checkpoints) == 2:
+        data["change"] = compare_errors(*checkpoints)
+        data["differences"] = comparison_problems(*checkpoints)
+    return data
 
 
-def _changes(first: LayerErrors, other: LayerErrors) -> str:
-    changes = layer_errors.compare_errors(first, other)
-    rows: list[tuple[str, ...]] = [("", "mean before", "after", "layer by layer", "layers better", "worse", "")]
-    for kind, change in changes.items():
-        factor = "" if change.ratio is None else times(change.ratio)
-        means, counts = map(percentage, (change.before, change.after)), (str(change.better), str(change.worse))
-        rows.append((error_kind(kind), *means, factor, *counts, verdict(change)))
-    measure = OF_WEIGHTS if set(changes) == {"weight"} else OF_OUTPUTS
-    lines = [f"{first.name} -> {other.name}: {measure}"]
-    lines += dict.fromkeys(f"Measured on {errors.measured}." for errors in (first, other))
-    notes = [f"Note: {line}." for line in layer_errors.comparison_problems(first, other)]
-    notes += [f"{errors.name}: {line}" for errors in (first, other) for line in errors.notes]
-    return "\n".join([*lines, table(rows), *largest(first if first.maxima else other), *notes])
+def errors_text(*checkpoints: LayerErrors) -> str:
+    """For a terminal: what was measured, the mean over layers, the worst layers, and remarks, of one checkpoint or two."""
+    kinds, layers = _kinds(*checkpoints), _worst_first(*checkpoints)
+    rows = [(f"worst {min(LAYERS, len(layers))} of {len(layers)} layers", *map(error_kind, kinds))]
+    notes = [f"{errors.name}: {line}" for errors in checkpoints for line in errors.warnings]
+    if len(checkpoints) == 1:
+        rows.append(("mean of all", *(percentage(_mean(checkpoints[0], kind)) for kind in kinds)))
+    else:
+        changes = compare_errors(*checkpoints).values()
+        # The factor of the mean is that layer by layer: a few large layers would decide the ratio of the means.
+        rows.append(("mean of all", *(_cell([c["before"], c["after"]], c["ratio"]) for c in changes)))
+        rows.append(("better, worse layers", *(f"{c['better']}, {c['worse']}" for c in changes)))
+        notes += [f"Note: {line}." for line in comparison_problems(*checkpoints)]
+    for layer in layers[:LAYERS]:
+        errors = [[checkpoint.errors.get(layer, {}).get(kind) for checkpoint in checkpoints] for kind in kinds]
+        rows.append((layer, *(_cell(e, e[1] / e[0] if len(e) == 2 and e[0] and e[1] else None) for e in errors)))
+    if not all(errors.basis for errors in checkpoints):
+        notes.append("Errors by modality need calibration data: quantize with --calib FOLDER.")
+    measure = OF_WEIGHTS if kinds == ["weight"] else OF_OUTPUTS
+    title = f"{' -> '.join(errors.name for errors in checkpoints)}: {measure}"
+    measured = dict.fromkeys(f"Measured on {errors.measured}." for errors in checkpoints)
+    return "\n".join([title, *measured, table(rows), *notes])
 
 
-def largest(errors: LayerErrors) -> list[str]:
-    """A line on the modalities with the largest inputs; empty if that was not recorded."""
-    shares = ", ".join(f"{share:.0%} {kind}" for kind, share in layer_errors.owners(errors).items())
-    return [f"Largest inputs, by channel: {shares} tokens' (mean over {len(errors.maxima)} groups)."] if shares else []
-
-
-def verdict(change: Change) -> str:
-    """`gained` or `lost` if the errors fell or rose by more than 1%, else `as before`."""
-    if change.ratio is None or abs(change.ratio - 1) < 0.01:
-        return "as before"
-    return "gained" if change.ratio < 1 else "lost"
-
-
-def _cell(layer: str, kind: str, first: LayerErrors, other: LayerErrors | None) -> str:
-    """A layer's error of one kind; for two checkpoints before, after and the factor between them."""
-    before = first.errors.get(layer, {}).get(kind)
-    text = "-" if before is None else percentage(before)
-    if other is None:
-        return text
-    after = other.errors.get(layer, {}).get(kind)
-    text += f" -> {'-' if after is None else percentage(after)}"
-    factor = None if before is None or after is None else layer_errors.ratio(before, after)
+def _cell(errors: list[float | None], factor: float | None) -> str:
+    """A layer's error, or before and after, such as `2.00% -> 1.00% (0.50x)`."""
+    text = " -> ".join("-" if error is None else percentage(error) for error in errors)
     return text if factor is None else f"{text} ({times(factor)})"
 
 
-def cache(errors: LayerErrors, top: int = 0) -> list[tuple[str, ...]]:
-    """Rows on keys and values, sorted by how much scales of text tokens alone would clip; `top` of them (0: all)."""
-    parts = [(layer, name, part) for layer, both in errors.kv_cache.items() for name, part in both.items()]
-    parts.sort(key=lambda row: -max(share or 0.0 for share in row[2]["clipped"].values()))
-    kinds = [kind for kind in layer_errors.KINDS if any(kind in part["maximum"] for _, _, part in parts)]
-    head = ("", "", *(f"max {kind}" for kind in kinds), "vision clipped by text's", "text by vision's")
-    rows = [(*head, *(f"error {kind}" for kind in kinds))]
-    for layer, name, part in parts[: top or None]:
-        maxima = (figures(part["maximum"][kind]) if kind in part["maximum"] else "-" for kind in kinds)
-        clipped = ("-" if share is None else percentage(share) for share in part["clipped"].values())
-        rounding = (percentage(part["error"][kind]) if kind in part["error"] else "-" for kind in kinds)
-        rows.append((layer, {"k": "keys", "v": "values"}[name], *maxima, *clipped, *rounding))
-    return rows
+def _kinds(*checkpoints: LayerErrors) -> list[str]:
+    """The kinds of error that all of the checkpoints have."""
+    of_each = [{kind for error in checkpoint.errors.values() for kind in error} for checkpoint in checkpoints]
+    return [kind for kind in (*MODALITIES, "weight") if all(kind in kinds for kinds in of_each)]
+
+
+def _mean(errors: LayerErrors, kind: str) -> float:
+    return fmean(error[kind] for error in errors.errors.values() if kind in error)
+
+
+def _worst_first(*checkpoints: LayerErrors) -> list[str]:
+    """Sort layers by falling error, taking each layer's largest of any kind in any of the checkpoints."""
+    most: dict[str, float] = {}
+    for checkpoint in checkpoints:
+        for layer, error in checkpoint.errors.items():
+            most[layer] = max(most.get(layer, 0.0), *error.values())
+    return sorted(most, key=lambda layer: (-most[layer], layer))

@@ -1,6 +1,6 @@
 """Charts as markup that the style sheet places by percentages, so that they fit any screen with text of one size.
 
-`whisker` is an interval in a row of a table, `ruler` the numbers of the axis above it, and `scatter` a plot of numbered dots
+`accuracy` is an interval in a row of a table, `ruler` the numbers of the axis above it, and `scatter` a plot of numbered dots
 with intervals. Colours are classes: verdicts, or `even` where nothing is judged.
 """
 
@@ -14,29 +14,25 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import words
+from vlmcompress.evaluation.report.document import Cell
 from vlmcompress.evaluation.report.words import typeset
-from vlmcompress.evaluation.results import Comparison, Ratio
+from vlmcompress.evaluation.results import Comparison
 from vlmcompress.utils.text import points
 
-_GAINS = (0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from its first tick to its last. `log`: equal ratios are equal distances."""
+    """An axis from its first tick to its last."""
 
     ticks: Sequence[float]
     text: Callable[[float], str]
-    log: bool = False
 
     def at(self, value: float) -> float:
         """The place of a value in percent of the axis; values beyond an end are drawn at it."""
         low, high = self.ticks[0], self.ticks[-1]
-        value = min(max(value, low), high)
-        if self.log:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return round(100 * (value - low) / (high - low), 2)
+        return round(100 * (min(max(value, low), high) - low) / (high - low), 2)
 
     def labels(self) -> list[tuple[float, str]]:
         """The place and the text of each tick."""
@@ -58,59 +54,26 @@ def points_axis(comparisons: Sequence[Comparison]) -> Axis:
     return linear(max(low, -0.3), min(high, 0.3), lambda share: points(share).removesuffix(".0"))
 
 
-def gain_axis(ratios: Sequence[Ratio]) -> Axis:
-    """An axis with 1 and the repeats' extremes, but at most from a quarter to four times, so that a time of almost nothing does
-    not stretch it."""
-    ends = [end for r in ratios if words.comparable(r) for end in (r.low, r.high)]
-    low = max((tick for tick in _GAINS if tick <= min([0.9, *ends])), default=_GAINS[0])
-    high = min((tick for tick in _GAINS if tick >= max([1.1, *ends])), default=_GAINS[-1])
-    ticks = [tick for tick in _GAINS if low <= tick <= high]
-    # few numbers, 1 among them
-    return Axis([t for t in ticks if t in (low, 1.0, high) or len(ticks) < 6], lambda gain: f"{gain:g}x", log=True)
-
-
-def ruler(axis: Axis) -> Markup:
+def ruler(axis: Axis) -> Cell:
     """The numbers of an axis, for a table's head."""
     marks = (Markup('<span style="left:{}%">{}</span>').format(*label) for label in axis.labels())
-    return Markup('<div class="row ruler" aria-hidden="true">{}</div>').format(Markup("").join(marks))
+    return Cell("", Markup('<div class="row ruler" aria-hidden="true">{}</div>').format(Markup("").join(marks)))
 
 
-def whisker(
-    axis: Axis, ends: tuple[float, float, float], tone: str, label: str, *, zero: float, margin: float | None = None
-) -> Markup:
-    """A dot with its interval.
-
-    Args:
-        ends: low end, middle and high end.
-        tone: class of its colour.
-        label: the values in words.
-        zero: the value of no change, at which a line is drawn.
-        margin: the value below which the background is shaded; None: nowhere.
-    """
-    low, middle, high = map(axis.at, ends)
-    shaded = Markup("") if margin is None else Markup('<i class="lost" style="width:{}%"></i>').format(axis.at(margin))
-    return Markup(
+def accuracy(c: Comparison, axis: Axis, *, judged: bool) -> Cell:
+    """A difference in accuracy as a dot with its interval; the region beyond the margin of what is judged is shaded."""
+    verdict = f": {words.VERDICTS[c.verdict]}" * judged
+    label = typeset(f"{points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{verdict}")
+    low, middle, high = map(axis.at, (c.low, c.difference, c.high))
+    shaded = Markup("")
+    if judged and -c.margin >= axis.ticks[0]:
+        shaded = Markup('<i class="lost" style="width:{}%"></i>').format(axis.at(-c.margin))
+    markup = Markup(
         '<div class="row {}" role="img" aria-label="{}" title="{}">{}<i class="zero" style="left:{}%"></i>'
         '<i class="range" style="left:{}%;width:{}%"></i><i class="dot" style="left:{}%"></i></div>'
-    ).format(tone, typeset(label), typeset(label), shaded, axis.at(zero), low, round(high - low, 2), middle)
-
-
-def accuracy(c: Comparison, axis: Axis, *, judged: bool) -> Markup:
-    """A difference in accuracy; the region beyond the margin of what is judged is shaded."""
-    verdict = f": {words.VERDICTS[c.verdict]}" * judged
-    label = f"{points(c.difference)} points, {words.interval(c)}, p = {c.p:.3g}{verdict}"
-    margin = -c.margin if judged and -c.margin >= axis.ticks[0] else None
-    ends = (c.low, c.difference, c.high)
-    return whisker(axis, ends, c.verdict if judged else "even", label, zero=0.0, margin=margin)
-
-
-def gain(name: str, r: Ratio, axis: Axis) -> Markup:
-    """A gain with the extremes of the repeats; empty if there is none."""
-    if not words.comparable(r):
-        return Markup("")
-    tone = "even" if words.unclear(r) else "pass" if r.gain > 1 else "fail"
-    label = f"{words.metric_name(name)}: {words.pace(r)}, {r.low:.2f}x to {r.high:.2f}x in the repeats"
-    return whisker(axis, (r.low, r.gain, r.high), tone, label, zero=1.0)
+    )
+    tone = c.verdict if judged else "even"
+    return Cell("", markup.format(tone, label, label, shaded, axis.at(0.0), low, round(high - low, 2), middle))
 
 
 def undominated(pairs: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:

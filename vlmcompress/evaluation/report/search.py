@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vlmcompress.evaluation.report import html, plots, words
+from vlmcompress.evaluation.report.document import Lines, Plots, Section, Table, note, verdict_cell
 from vlmcompress.evaluation.search.outcome import FILE
 from vlmcompress.evaluation.search.speed import GOALS
 from vlmcompress.utils.folders import dump, save_files
@@ -18,7 +19,6 @@ GAINS = {
     "throughput": "the requests a second",
     "ttft": "as short a time to the first token",
     "memory": "less memory for weights and cache",
-    "cost": "cheaper requests",
 }
 ROWS = 12  # candidates in the text
 
@@ -44,7 +44,6 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "gain": times(row["gain"]) + ("~" if row["rough"] else ""),
         "questions": row["questions"] or "",
         "difference": change,
-        "divergence": "" if row["divergence"] is None else f"{row['divergence']:.4f}",
         "chance": f"{100 * row['chance']:.0f}%",
         "why": "winner" if row["winner"] else row["why"],
     }
@@ -105,13 +104,12 @@ def page(data: Mapping[str, Any]) -> str:
     numbers = {row["name"]: number for number, row in enumerate(tried, start=1)}
     sections = []
     if tried:
-        front = plots.undominated([(row["gain"], row["believed"]) for row in tried])
+        front = plots.undominated([(row["gain"], row["difference"]) for row in tried])
         dots = [
             {
                 "number": numbers[row["name"]],
-                **{key: row[key] for key in ("name", "gain", "low", "high")},
-                "difference": row["believed"],
-                "tone": "mark" if (row["gain"], row["believed"]) in front else "even",
+                **{key: row[key] for key in ("name", "gain", "difference", "low", "high")},
+                "tone": "mark" if (row["gain"], row["difference"]) in front else "even",
                 "strong": row["winner"],
             }
             for row in tried
@@ -124,40 +122,38 @@ def page(data: Mapping[str, Any]) -> str:
         label = f"Difference in accuracy against gain ({goal}) of {len(tried)} candidates; the front: {best}"
         plot = plots.scatter(dots, goal, data["max_drop"], label)
         legend = (
-            "Numbers are those of the table. A dot is a candidate that was asked questions; where the answers are few, its "
-            "height is what is believed of it. Bars are 95% intervals of its own answers. The ring is the winner; filled: no "
-            "other candidate gains as much and is believed to lose less; the shaded region is below the floor."
+            "Numbers are those of the table. A dot is a candidate that was asked questions, with the 95% interval of its "
+            "loss. The ring is the winner; filled: no other candidate gains as much and lost less; the shaded region is below "
+            "the floor."
         )
         legend += " The question mark is the winner on questions that the search never saw." if confirmed else ""
         title = "Difference in accuracy, points"
-        sections.append(html.section("", "", {"kind": "plots", "plots": [(title, plot)]}, html.note(legend)))
-    columns = ("gain", "questions", "difference", "divergence", "chance", "why")
+        sections.append(Section("", [Plots([(title, plot)]), Lines([legend], "legend")]))
+    columns = ("gain", "questions", "difference", "chance", "why")
     rows = []
     for row in data["candidates"]:
         name = f"{numbers[row['name']]} {row['name']}" if row["name"] in numbers else row["name"]
         rows.append((name, *(str(_row(row)[column]) for column in columns)))
-    note = (
+    gains = (
         f"Gains are {data['gains']}, and times the original's; ~ marks those that are modelled alone. Chance: that other "
         "questions confirm the floor."
     )
-    head = ["candidate", "gain", "questions", "difference, points", "KL of the first token", "chance", "why it lost"]
+    head = ["candidate", "gain", "questions", "difference, points", "chance", "why it lost"]
     winners = [number for number, row in enumerate(data["candidates"]) if row["winner"]]
-    sections.append(
-        html.section("", "Candidates", html.note(note), html.table(head, rows, look="cards", strong=winners))
-    )
+    sections.append(Section("Candidates", [note(gains), Table(head, rows, "cards", winners)]))
     if left_out := data["left_out"]:
         lines = [f"{name}: {why}" for name, why in left_out.items()]
-        sections.append(html.section("", "Left out", {"kind": "list", "lines": lines}))
+        sections.append(Section("Left out", [Lines(lines, "list")]))
     where = f", on {data['target']}" if data["target"] else ""
-    heading = Markup("{} {}").format(data["model"], html.pill(confirmed["verdict"])) if confirmed else data["model"]
-    return html.fill_page(
-        title=f"Search on {data['model']}",
-        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
+    heading = Markup("{} {}").format(data["model"], verdict_cell(confirmed["verdict"])) if confirmed else data["model"]
+    return html.page(
+        f"Search on {data['model']}",
+        [headline(data), *verdict(data)],
+        sections,
         heading=heading,
+        eyebrow=f"{goal} under a floor of {100 * data['max_drop']:g} points{where}",
         verdict=confirmed["verdict"] if confirmed else None,
-        headline=[headline(data), *verdict(data)],
         notes=notes(data),
-        sections=sections,
     )
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from vlmcompress.evaluation.results import Bench, Comparison, Ratio, Results, Scored, Suite, Verdict
-from vlmcompress.export.manifest import OF_WEIGHTS, errors_text
 from vlmcompress.utils.text import figures, points, times
 
 VERDICTS: dict[Verdict, str] = {"pass": "pass", "fail": "fail", "inconclusive": "can't tell"}
 MODES = {"serve": "served"}
 TIMES = (
     "TTFT: time to first token. ITL: time between tokens. TPOT: mean time per output token. E2E: time to last token."
-)
-MODALITIES = (
-    "Vision tokens stand for images, text tokens for the words of the prompt, answer tokens for those of the answer that "
-    "comes with a calibration sample"
 )
 _METRICS = {
     "ttft": "TTFT",
@@ -184,14 +179,9 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST.index)
 
 
-def counted(verdicts: list[Verdict]) -> str:
-    """Counts of verdicts: `1 fail, 2 pass`."""
-    return ", ".join(f"{n} {VERDICTS[v]}" for v in _WORST if (n := verdicts.count(v)))
-
-
 def tally(verdict: Verdict, parts: list[Verdict]) -> str:
     """A verdict with the counts of its parts: `fail (1 fail, 2 pass)`."""
-    return f"{VERDICTS[verdict]} ({counted(parts)})"
+    return f"{VERDICTS[verdict]} ({', '.join(f'{n} {VERDICTS[v]}' for v in _WORST if (n := parts.count(v)))})"
 
 
 def glossary(results: Results) -> str:
@@ -229,14 +219,6 @@ def agreement(suite: Suite) -> list[str]:
             "percentile (Kullback-Leibler)."
         )
     return lines
-
-
-def empty(suite: Suite) -> str:
-    """What the count of empty answers is about, with the reasons why they ended."""
-    reasons = {
-        reason: count for side in suite.empty_finish for reason, count in side.items() if reason not in ("", "stop")
-    }
-    return "empty answers" + f" (finish_reason {', '.join(sorted(reasons))})" * bool(reasons)
 
 
 def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
@@ -280,9 +262,3 @@ def speed_method(bench: Bench) -> str:
         "by their extremes. Faster or slower is said where the 95% interval of the ratio (Student's t on the logarithms of "
         "the repeats') leaves out 1; else the repeats can't tell, nor can a single one."
     )
-
-
-def layer_errors_text(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """A definition of the errors of layers; "" without errors."""
-    text = errors_text(errors)
-    return text if not text or OF_WEIGHTS[1:] in text else f"{text} {MODALITIES}."

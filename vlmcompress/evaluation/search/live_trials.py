@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlmcompress.evaluation.accuracy.ask import SuiteAnswers
 from vlmcompress.evaluation.accuracy.compare import first_token_divergence
 from vlmcompress.evaluation.accuracy.free_answers import Score
-from vlmcompress.evaluation.accuracy.scoring import normalise
-from vlmcompress.evaluation.results import Ratio
+from vlmcompress.evaluation.accuracy.paired import MeanDifference
 from vlmcompress.evaluation.search.candidate import Candidate
-from vlmcompress.evaluation.search.racing import Evidence, Trial
+from vlmcompress.evaluation.search.racing import Trial
 from vlmcompress.evaluation.search.speed import Measured, Modelled
-from vlmcompress.evaluation.search.trial import Answers, Setup, evaluate_candidate
+from vlmcompress.evaluation.search.trial import Setup, evaluate_candidate
 from vlmcompress.evaluation.search.trial_log import TrialLog
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
@@ -33,13 +33,14 @@ class LiveTrials:
     Attributes:
         score: how answers to plain data are scored, chosen by the original's answers; None: by the suite.
         reserve: seconds of the budget that are reserved for the steps after the trials.
+        late: whether the budget ended the trials.
     """
 
     setup: Setup
     crew: Workers
     log: TrialLog
     gains: Measured | Modelled
-    original: Answers
+    original: SuiteAnswers
     score: Score | None = None
     progress: Progress = silent
     reserve: float = 0.0
@@ -50,7 +51,6 @@ class LiveTrials:
         """See `racing.Trials`: trials that the log has are taken from it."""
         rows = {candidate.name: self.log.trial(candidate, questions) for candidate in candidates}
         jobs = [candidate for candidate in candidates if rows[candidate.name] is None]
-        label = f"asking {questions:,} questions"
         work = functools.partial(evaluate_candidate, self.setup, questions=questions)
         began, results = time.monotonic(), self.crew.map(work, jobs)
         for done in range(len(jobs)):
@@ -58,15 +58,42 @@ class LiveTrials:
             if self.log.left < usual + self.reserve:  # another trial would use the reserve
                 self.late = True
                 break
-            self.progress(label, done, len(jobs))
+            self.progress(f"asking {questions:,} questions", done, len(jobs))
             number, answers = next(results)
-            if isinstance(answers, Failed) and answers.unwritten:  # the candidate is not at fault; the log would say so
-                raise UserError(answers.reason)
             self._took.append((time.monotonic() - began) / (done + 1))
-            rows[jobs[number].name] = answered = self._row(answers)
-            self.log.write(jobs[number], questions, answered)
+            if not isinstance(answers, Failed):
+                row = self._row(answers)
+            elif answers.unwritten:  # the candidate is not at fault; the log would say so
+                raise UserError(answers.reason)
+            else:
+                row = {"failed": answers.reason}
+            self.log.write(jobs[number], questions, row)
+            rows[jobs[number].name] = row
         results.close()
         return {name: self._trial(row) for name, row in rows.items() if row is not None}
+
+    def _row(self, answers: SuiteAnswers) -> dict[str, Any]:
+        """The log's entry of a trial."""
+        before = {sample.id: sample.answer for sample in self.original.samples}
+        samples = (self.score.applied(answers) if self.score else answers).samples
+        moved, _ = first_token_divergence(
+            [before[sample.id].first for sample in samples], [sample.answer.first for sample in samples]
+        )
+        return {
+            "scores": {sample.id: sample.score for sample in samples},
+            "divergence": moved.mean if moved else None,
+            "prompt_tokens": answers.prompt_tokens,
+        }
+
+    def _trial(self, row: Mapping[str, Any]) -> Trial:
+        """The trial of a row in the log."""
+        if "failed" in row:
+            return Trial(None, failed=row["failed"])
+        before = {sample.id: sample for sample in self.original.samples}
+        differences = [score - before[name].score for name, score in row["scores"].items()]
+        images = [before[name].image for name in row["scores"]]
+        gain = self.original.prompt_tokens / row["prompt_tokens"]
+        return Trial(MeanDifference(differences, images), row["divergence"], gain)
 
     def gain(self, candidate: Candidate) -> float | None:
         """See `racing.Trials`."""
@@ -80,7 +107,7 @@ class LiveTrials:
         took = 0.0  # seconds of the last one
         for done, candidate in enumerate(candidates):
             key = f"speed {self.gains.goal} {candidate.folder}"
-            if (measured := self.log.note(key)) is None:
+            if (gain := self.log.note(key)) is None:
                 # At least one finalist is measured; the confirmation needs most of the reserve.
                 if self.log.left < (0.6 * self.reserve + took if gains else 0.0):
                     self.late = True
@@ -88,51 +115,21 @@ class LiveTrials:
                 began = time.monotonic()
                 self.progress("measuring the speed of finalists", done, len(candidates))
                 try:
-                    measured = self.gains.measure(candidate, self.progress).model_dump()
+                    gain = self.gains.measure(candidate, self.progress)
                 except UserError as error:
-                    measured = str(error)
+                    gain = str(error)
                 took = time.monotonic() - began
-                self.log.keep(key, measured)
-            if isinstance(measured, dict):
-                measured = Ratio(**measured).gain
-            gains[candidate.name] = measured
+                self.log.keep(key, gain)
+            gains[candidate.name] = gain
         return gains
 
-    def _row(self, answers: Answers | Failed) -> dict[str, Any]:
-        """The log's entry of a trial."""
-        if isinstance(answers, Failed):
-            return {"failed": answers.reason}
-        before = {sample.id: sample for sample in self.original.suite.samples}
-        after = (self.score.applied(answers.suite) if self.score else answers.suite).samples
-        pairs = [(before[sample.id], sample) for sample in after]
-        moved, _ = first_token_divergence(
-            [old.answer.first for old, _ in pairs], [new.answer.first for _, new in pairs]
-        )
-        same = sum(normalise(old.text) == normalise(new.text) for old, new in pairs)
-        return {
-            "scores": {sample.id: sample.score for sample in after},
-            "divergence": moved.mean if moved else None,
-            "agreement": same / len(pairs),
-            "seconds": answers.seconds,
-            "weight_bytes": answers.weight_bytes,
-            "prompt_tokens": answers.tokens,
-        }
 
-    def _trial(self, row: Mapping[str, Any]) -> Trial:
-        if row.get("failed"):
-            return Trial(None, failed=row["failed"])
-        before = {sample.id: sample for sample in self.original.suite.samples}
-        differences = [score - before[name].score for name, score in row["scores"].items()]
-        evidence = Evidence(differences, [before[name].image for name in row["scores"]], row["divergence"])
-        return Trial(evidence, self.original.tokens / row["prompt_tokens"])
-
-
-def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progress: Progress) -> Answers:
+def original(setup: Setup, questions: int, crew: Workers, log: TrialLog, progress: Progress) -> SuiteAnswers:
     """Ask the original all `questions` of the search. Raises UserError where that fails, as nothing can be compared then."""
     progress("asking the original", 0, 1)
     _, answers = next(crew.map(functools.partial(evaluate_candidate, setup, questions=questions), [Candidate()]))
     if isinstance(answers, Failed):
         raise UserError(f"the original cannot be asked: {answers.reason}")
-    if answers.seconds is not None:
-        log.keep("seconds", answers.seconds)
+    if new := len(answers.samples) - answers.resumed:
+        log.keep("seconds", answers.seconds / new)
     return answers

@@ -8,7 +8,7 @@ from typing import Any
 from vlmcompress.evaluation.search.racing import CandidateState, Race
 
 FILE = "search.json"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 def candidates(race: Race, winner: CandidateState | None, *, measured: bool) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def candidates(race: Race, winner: CandidateState | None, *, measured: bool) -> 
     states = list(race.states.values())
     rows = [row(state, state is winner, measured and not state.measured) for state in states]
     rows.sort(key=lambda candidate: (not candidate["winner"], not candidate["questions"], -candidate["gain"]))
-    # Without a winner the nearest is what gains something and is believed to lose least.
+    # Without a winner the nearest is what gains something and is estimated to lose least.
     tried = [state for state in states if state.questions and state.gain > 1 and state.estimate]
     nearest = max(tried, key=lambda state: state.estimate.mean if state.estimate else 0.0, default=None)
     full_grid = (math.prod(1 + len(factor.choices) for factor in race.factors) - 1) * race.questions
@@ -34,18 +34,17 @@ def candidates(race: Race, winner: CandidateState | None, *, measured: bool) -> 
 
 def row(state: CandidateState, winner: bool = False, rough: bool = False) -> dict[str, Any]:
     """A candidate as data; differences are shares, negative for a loss. `rough`: modelled while others were measured."""
-    evidence = state.trial.evidence if state.trial else None
-    low, high = evidence.mean.limits(0.95) if evidence else (None, None)
+    difference = state.trial.difference if state.trial else None
+    low, high = difference.limits(0.95) if difference else (None, None)
     return {
         **state.candidate.plain(),
         "gain": round(state.gain, 4),
         "rough": rough,
         "questions": state.questions,
-        "difference": round(evidence.mean.mean, 5) if evidence else None,
+        "difference": round(difference.mean, 5) if difference else None,
         "low": low,
         "high": high,
-        "divergence": evidence.divergence if evidence else None,
-        "believed": None if state.estimate is None else round(state.estimate.mean, 5),
+        "divergence": state.trial.divergence if state.trial else None,
         "chance": round(state.chance, 4),
         "winner": winner,
         "why": state.out,

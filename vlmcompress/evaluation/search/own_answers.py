@@ -116,7 +116,7 @@ def write_questions(
         if name != CALIBRATION:
             unanswered = _write_rows(out / f"asked-{name}", [row | {"answer": "?"} for row in rows])
             plain = dataclasses.replace(setup, suite=None, data=str(unanswered))
-            samples = evaluate_candidate(plain, Candidate(), len(rows), progress).suite.samples
+            samples = evaluate_candidate(plain, Candidate(), len(rows), progress).samples
             unanswered.unlink()
             answers = {sample.id: sample.text for sample in samples}
             rows = [row | {"answer": answers[row["id"]]} for row in rows if answers[row["id"]]]

@@ -15,9 +15,8 @@ and Campbell, Pharmaceutical Statistics 4, 2005). Races: Maron and Moore, NIPS 1
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 from vlmcompress.evaluation.accuracy import noninferiority
@@ -26,30 +25,17 @@ from vlmcompress.evaluation.search.candidate import Candidate, Factor, combined,
 
 FIRST = 48
 """Number of questions for single changes."""
-ROUNDS = ((9, 12), (3, 4), (1, 3))
+ROUNDS = ((9, 12), (3, 6), (1, 3))
 """The part of the questions that is asked in each round, and of how many candidates."""
 ERROR = 0.025
 """One-sided error of every verdict, as in `vlmcompress eval`."""
-VARY = 0.5
-"""Standard deviation of a candidate's loss, as a share of that expected by its divergence; 0.2 to 0.46 was measured."""
+VARY = 1.0
+"""Standard deviation of a candidate's loss, as a share of that expected by its divergence. 0.2 to 0.46 was measured; in
+simulated searches so much trust finds less where the divergence misleads, and hardly more elsewhere."""
 _LEAST = 1e-6  # variance of a difference that no divergence shows: a tenth of a point
 LIKELY = 0.45
 """Below this chance of confirmation, a candidate wins only if none has a higher one. Slightly below a half: with the minimum
 number of images for a confirmation, the normal approximation gives 0.49 to a candidate that lost nothing."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A candidate's answers: paired differences, their images, and the mean divergence of the first token or None."""
-
-    differences: Sequence[float]
-    images: Sequence[Hashable]
-    divergence: float | None
-
-    @cached_property
-    def mean(self) -> MeanDifference:
-        """The mean of the differences, to be tested."""
-        return MeanDifference(self.differences, self.images)
 
 
 @dataclass(frozen=True)
@@ -61,14 +47,13 @@ class Estimate:
     spread: float
 
     @classmethod
-    def of(cls, evidence: Evidence, margin: float) -> Estimate:
+    def of(cls, difference: MeanDifference, margin: float) -> Estimate:
         """By a candidate's own answers, with variances as if its loss were the margin, so that one that lost none of 40
         questions is not taken for perfect."""
-        mean = evidence.mean
-        loss = min(max(margin, -mean.mean), 1.0)
+        loss = min(max(margin, -difference.mean), 1.0)
         # An image is lost or kept: the Bernoulli variance at the loss to be distinguished from the margin.
-        spread = max(loss * (1 - loss), mean.variance(-margin))
-        return cls(mean.mean, mean.variance(-margin) / mean.images, spread)
+        spread = max(loss * (1 - loss), difference.variance(-margin))
+        return cls(difference.mean, difference.variance(-margin) / difference.images, spread)
 
     def __add__(self, other: Estimate) -> Estimate:
         """The estimate of two changes at once: differences add up."""
@@ -89,15 +74,30 @@ class Estimate:
         return NORMAL.cdf(gap / math.sqrt(max(unsure, 1e-12)))
 
 
-def estimates(evidence: Mapping[str, Evidence], margin: float) -> dict[str, Estimate]:
-    """The estimate of each candidate by its own answers and by its divergence.
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial: a candidate's paired differences, or why there are none (`failed`).
+
+    Attributes:
+        divergence: mean divergence of the first token; None: the engine gives no probabilities.
+        gain: the gain if `Trials.gain` is None.
+    """
+
+    difference: MeanDifference | None
+    divergence: float | None = None
+    gain: float = 1.0
+    failed: str = ""
+
+
+def estimates(trials: Mapping[str, Trial], margin: float) -> dict[str, Estimate]:
+    """The estimate of each candidate with answers, by these and by its divergence.
 
     Losses grow with the divergence of the first token (KL of the original's distribution from the candidate's), which a few
     questions show better than lost answers do. So a loss is expected to be the divergence times a slope, that of all candidates
-    together, with a deviation of half of it (`VARY`), and a candidate's own answers correct this: empirical Bayes.
+    together, with a deviation of `VARY` times that, and a candidate's own answers correct this: empirical Bayes.
     """
-    of = {name: Estimate.of(answers, margin) for name, answers in evidence.items()}
-    divergences = {name: answers.divergence for name, answers in evidence.items() if answers.divergence is not None}
+    of = {name: Estimate.of(trial.difference, margin) for name, trial in trials.items() if trial.difference}
+    divergences = {name: moved for name in of if (moved := trials[name].divergence) is not None}
     lost, moved = -math.fsum(of[name].mean for name in divergences), math.fsum(divergences.values())
     if len(divergences) < 3 or lost <= 0 or moved <= 0:
         return of
@@ -109,22 +109,13 @@ def estimates(evidence: Mapping[str, Evidence], margin: float) -> dict[str, Esti
     return of
 
 
-def refuted(evidence: Evidence, margin: float, looks: int) -> bool:
+def refuted(difference: MeanDifference, margin: float, looks: int) -> bool:
     """Whether a loss of at most `margin` is refuted.
 
     A candidate is tested up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one within the
     floor is rejected with a probability of at most 0.025 overall.
     """
-    return evidence.mean.mean < -margin and noninferiority.p_within(evidence.mean, margin) < ERROR / looks
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of a trial: a candidate's answers, or why there are none (`failed`); the gain if `Trials.gain` is None."""
-
-    evidence: Evidence | None
-    gain: float = 1.0
-    failed: str = ""
+    return difference.mean < -margin and noninferiority.p_within(difference, margin) < ERROR / looks
 
 
 class Trials(Protocol):
@@ -171,7 +162,7 @@ class CandidateState:
     @property
     def questions(self) -> int:
         """Number of questions asked so far."""
-        return len(self.trial.evidence.differences) if self.trial and self.trial.evidence else 0
+        return self.trial.difference.n if self.trial and self.trial.difference else 0
 
 
 @dataclass
@@ -229,18 +220,18 @@ class Race:
         for name, trial in self.trials.ask([state.candidate for state in going], questions).items():
             state = self.states[name]
             state.trial = trial
-            if trial.evidence is None:
+            if trial.difference is None:
                 state.out = f"failed: {trial.failed}"
                 continue
             state.gain = gain if (gain := self.trials.gain(state.candidate)) is not None else trial.gain
             self.questions_asked += state.questions - before[name]
-            if refuted(trial.evidence, self.margin, 1 + len(self.rounds)):
+            if refuted(trial.difference, self.margin, 1 + len(self.rounds)):
                 state.out = f"loses more than is allowed, by {state.questions:,} questions"
         for state in going:
             if state.trial is None:
                 state.out = "no time left to try it"
-        evidence = {name: s.trial.evidence for name, s in self.states.items() if s.trial and s.trial.evidence}
-        for name, estimate in estimates(evidence, self.margin).items():
+        trials = {name: state.trial for name, state in self.states.items() if state.trial}
+        for name, estimate in estimates(trials, self.margin).items():
             self.states[name].estimate = estimate
             self.states[name].chance = estimate.assurance(self.margin, self.confirming)
 

@@ -56,7 +56,6 @@ class SearchRequest:
         images: folder of images from which all questions are made (`own_answers`), at most `limit` of them; None: `data`.
         prompts: the questions about these images.
         margin: the allowed loss, as a share.
-        speed: `measured`, `modelled`, or empty for the best that is possible.
         budget: seconds; None: no limit.
         space: file of the space; None: the default space, a small one for `images`.
     """
@@ -71,7 +70,6 @@ class SearchRequest:
     limit: int | None = None
     margin: float = 0.01
     goal: Goal = "throughput"
-    speed: str = ""
     load: TypicalRequest = field(default_factory=TypicalRequest)
     budget: float | None = None
     engine: str = "vllm"
@@ -114,8 +112,8 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
     with open_trial_log(request.out, _about(setup, suite), request.budget) as log:
         with closing(workers.of(request.ray)) as crew:
             before = original(setup, count, crew, log, progress)
-            if score := choose_score(None, suite, before.suite):
-                before = replace(before, suite=score.applied(before.suite))
+            if score := choose_score(None, suite, before):
+                before = score.applied(before)
             if log.left <= 0:
                 raise UserError(
                     f"--max-time is spent: asking the original took {duration(log.spent)}; give a longer one, which goes on "
@@ -136,7 +134,7 @@ def run_search(request: SearchRequest, progress: Progress) -> tuple[SearchReques
             "engine": request.engine,
             "reference": "the original's own answers" if request.images else "the data's answers",
         }
-        accuracy = statistics.fmean(sample.score for sample in before.suite.samples)
+        accuracy = statistics.fmean(sample.score for sample in before.samples)
         facts = {
             "schema_version": outcome.SCHEMA_VERSION,
             **settings,
@@ -162,14 +160,14 @@ def _about(setup: Setup, questions: tasks.LoadedSuite) -> dict[str, Any]:
         options: dict[str, Any] = {"samples": settings.samples, "seed": setup.seed, "reading": Reading.of(settings)}
         samples, texts = load_mixed(hub.local(images, "dataset"), text, **options)
         described["samples_sha256"] = data_hash([*samples, *texts])
-    return {
+    return {  # another seed or number chooses other samples, so these come before the samples' hashes
+        "seed": setup.seed,
+        "questions": len(questions),
         "model": model_hash(setup.model),
+        "engine": setup.engine,
         "data": questions.content_hash(),
         "suite": content_hash([Path(suite)]) if suite and Path(suite).is_file() else suite,
         "calibration": described,
-        "seed": setup.seed,
-        "engine": setup.engine,
-        "questions": len(questions),
     }
 
 
@@ -199,10 +197,9 @@ def _gains(request: SearchRequest, setup: Setup) -> Measured | Modelled:
         here = machine.capability == torch.cuda.get_device_capability() if has_gpu else machine.is_cpu
     figures = modelled.figures(Candidate())
     is_modelled = figures is not None and figures.of(request.goal) is not None
-    if request.goal == "memory" or request.speed == "modelled" or (not request.speed and not here):
+    if request.goal == "memory" or not here:
         if not is_modelled:
-            unknown = f"how fast {target} is, is not known" if target else "no --target names this GPU"
-            raise UserError(f"--speed modelled: {unknown}; use --speed measured there")
+            raise UserError(f"how fast {target} is, is not known; search on such a machine, or with --optimize memory")
         return modelled
     return Measured(modelled if is_modelled else Modelled(setup, request.goal, request.load, STAND_IN), request.data)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.evaluation.search.candidate import Candidate, Choice, Factor
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.utils import yaml_files
 from vlmcompress.utils.errors import UserError

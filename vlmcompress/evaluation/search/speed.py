@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from vlmcompress.engines.vllm.served_model import ServedModel, read_served_model
 from vlmcompress.evaluation.capacity import weight_bytes
 from vlmcompress.evaluation.capacity.capacity import CapacityRequest, plan_capacity
 from vlmcompress.evaluation.capacity.weight_bytes import Weights
-from vlmcompress.evaluation.results import Ratio
 from vlmcompress.evaluation.search.candidate import Candidate
 from vlmcompress.evaluation.search.trial import Setup, ensure_checkpoint
 from vlmcompress.evaluation.speed import runs
 from vlmcompress.numerics import label
-from vlmcompress.quantization.plan import roofline
-from vlmcompress.quantization.plan.plan import make_plan
+from vlmcompress.quantization.plan import make_plan, roofline
 from vlmcompress.recipe import resolve, targets
 from vlmcompress.reduction.visual_count import Pictures, per_block
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
 
-Goal = Literal["throughput", "ttft", "memory", "cost"]
+Goal = Literal["throughput", "ttft", "memory"]
 GOALS: dict[str, str] = {
     "throughput": "requests a second",
     "ttft": "time to the first token",
     "memory": "bytes of weights and cache",
-    "cost": "price of a request",
 }
-METRICS = {"throughput": "request_throughput", "cost": "request_throughput", "ttft": "ttft_p50_ms"}
+METRICS = {"throughput": "request_throughput", "ttft": "ttft_p50_ms"}
 STAND_IN = "h100"
 """The target whose rates order candidates before they are measured on a machine with unknown rates."""
 USERS = 8
@@ -122,19 +119,18 @@ class Modelled:
             return None
         if recipe.reduce and len(capacity.loads) == 1:  # how many tokens are left depends on what an image shows
             return None
-        loaded = weight_bytes.loaded_bytes(row, self._model.stored)
+        model, counted = self._model, capacity.counted
+        loaded = weight_bytes.loaded_bytes(row, model.stored) - weight_bytes.mtp_bytes(model)
         load, fitting = capacity.loads[capacity.served], capacity.rows[0].requests.get(capacity.served, 0)
         first = request = None
         if (target := capacity.request.target) and fitting >= 1:
             kind, many = roofline.arithmetic_type(scheme), max(1, min(math.floor(fitting), capacity.defaults.sequences))
-            visual = per_block(capacity.counted, load.visual, recipe.reduce, len(self._model.decoder.blocks))
-            counted = capacity.counted
-            work = roofline.work(self._model, visual, load.text, counted.patches, counted.tokens)
-            first = roofline.prefill_seconds(work, target.rates, kind, 1)
-            draft = weight_bytes.mtp_bytes(self._model)
-            read = roofline.step_bytes(roofline.bytes_read(self._model, loaded - draft), self._model, many, load.filled)
+            visual = per_block(counted, load.visual, recipe.reduce, len(model.decoder.blocks))
+            work = roofline.work(model, visual, load.text, counted.patches, counted.tokens)
+            first = roofline.prefill_seconds(work, target.rates, kind)
+            read = roofline.step_bytes(model, loaded, many, load.filled)
             per_token = work.linear / max(load.visual + load.text, 1)
-            step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind), 1)
+            step = roofline.decode_seconds(read, many * per_token, target.bandwidth, target.rates.get(kind))
             if first is not None and step is not None:  # a request's prefill, and its share of common steps
                 request = first + self.load.out * step / many
         return Figures(loaded, USERS * load.filled, first, request)
@@ -158,10 +154,10 @@ class Measured:
         """The modelled gain. The time of answering a few questions is less informative, as start-up dominates it."""
         return self.modelled.gain(candidate)
 
-    def measure(self, candidate: Candidate, progress: Progress) -> Ratio:
-        """Serve a candidate and the original alternately. Raises `UserError` if a server fails."""
+    def measure(self, candidate: Candidate, progress: Progress) -> float:
+        """The gain of a candidate that is served alternately with the original. Raises `UserError` if a server fails."""
         setup, load = self.modelled.setup, self.modelled.load
-        bench: Any = runs.run(
+        bench = runs.run(
             ensure_checkpoint(setup, candidate, progress),
             setup.model,
             load=f"closed:{USERS}",
@@ -169,9 +165,8 @@ class Measured:
             data=self.data,
             out_tokens=load.out,
             repeats=self.repeats,
-            warm=False,
             seed=setup.seed,
             progress=progress,
         ).bench
-        ratio: Ratio = bench.summary["serve"]["cold"][METRICS[self.goal]]
-        return ratio
+        assert bench is not None
+        return bench.summary["serve"]["cold"][METRICS[self.goal]].gain

@@ -6,14 +6,13 @@ nothing is computed twice, even after a kill, and two processes can share the fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmcompress import engines
 from vlmcompress.engines import EngineSettings
-from vlmcompress.evaluation import sides
 from vlmcompress.evaluation.accuracy import tasks
 from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS
 from vlmcompress.evaluation.accuracy.ask import SuiteAnswers, ask_suite
@@ -56,26 +55,7 @@ class Setup:
         return Reading(settings.get("columns", {}), settings.get("skip_bad", 0))
 
 
-@dataclass(frozen=True)
-class Answers:
-    """A checkpoint's answers, and the bytes of its weights."""
-
-    suite: SuiteAnswers
-    weight_bytes: int
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds per question; None if all answers came from the journal."""
-        new = len(self.suite.samples) - self.suite.resumed
-        return self.suite.seconds / new if new else None
-
-    @property
-    def tokens(self) -> float:
-        """Mean number of tokens of a prompt for the language model."""
-        return sum(sample.answer.prompt_tokens for sample in self.suite.samples) / len(self.suite.samples)
-
-
-def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> Answers:
+def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progress: Progress = silent) -> SuiteAnswers:
     """Write a candidate's checkpoint, unless it exists, and ask it the first `questions` questions.
 
     Answers in its journal are reused.
@@ -85,14 +65,10 @@ def evaluate_candidate(setup: Setup, candidate: Candidate, questions: int, progr
     """
     with folders.user_errors(setup.work):
         setup.work.mkdir(parents=True, exist_ok=True)
-    folder = ensure_checkpoint(setup, candidate, progress)
-    suite = questions_of(setup, questions)
+    folder, suite = ensure_checkpoint(setup, candidate, progress), questions_of(setup, questions)
+    engine, settings = engines.get_engine(setup.engine), EngineSettings(logprobs=FIRST_TOKENS, seed=setup.seed)
     with open_journal(setup.work / f"answers-{candidate.folder}.jsonl") as journal:
-        settings = EngineSettings(logprobs=FIRST_TOKENS, seed=setup.seed)
-        answers = ask_suite(
-            folder, suite, engines.get_engine(setup.engine), settings, journal, progress, candidate.name
-        )
-    return Answers(answers, sides.side(folder, {}).weight_bytes)
+        return ask_suite(folder, suite, engine, settings, journal, progress, candidate.name)
 
 
 def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
@@ -103,27 +79,19 @@ def questions_of(setup: Setup, count: int | None) -> tasks.LoadedSuite:
 
 
 def ensure_checkpoint(setup: Setup, candidate: Candidate, progress: Progress = silent) -> Path:
-    """The folder of a candidate's checkpoint, which is written if missing."""
-    if not candidate.choices:
-        return setup.model
-
-    def write(out: Path, restart: bool) -> None:
-        recipe = resolve({**setup.base, **candidate.keys, "out": str(out)}).recipe
-        quantize(recipe, restart=restart, progress=progress)
-
-    return _ensure(setup.work / f"checkpoint-{candidate.folder}", write)
-
-
-def _ensure(folder: Path, make: Callable[[Path, bool], None]) -> Path:
-    """A folder that one process creates if it is missing while others wait for it.
+    """The folder of a candidate's checkpoint, which one process writes if it is missing while others wait for it.
 
     If a worker with other versions or threads left it unfinished, it is started over, as it belongs to the search.
     """
+    if not candidate.choices:
+        return setup.model
+    folder = setup.work / f"checkpoint-{candidate.folder}"
     turn = locks.held(folders.staging_path(folder, "turn"), f"making {folder}", wait=True)
     with folders.user_errors(folder), turn:
         if not folder.exists():
+            recipe = resolve({**setup.base, **candidate.keys, "out": str(folder)}).recipe
             try:
-                make(folder, False)
+                quantize(recipe, progress=progress)
             except OtherWork:
-                make(folder, True)
+                quantize(recipe, restart=True, progress=progress)
     return folder

@@ -81,7 +81,7 @@ def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None)
     """Open or create the log of a search.
 
     Args:
-        about: the inputs of its trials.
+        about: the inputs of its trials, those that decide others first.
         budget: seconds that the search may take; None: no limit.
 
     Raises:
@@ -98,17 +98,8 @@ def open_trial_log(folder: Path, about: Mapping[str, Any], budget: float | None)
         before = journal.read(_ABOUT)
         if before is None:
             journal.write(_ABOUT, dict(about))
-        elif changed := _changed(before, about):
-            what = ", ".join(changed)
+        elif changed := [key for key in {**about, **before} if before.get(key) != about.get(key)]:
             raise UserError(
-                f"output {folder} has a search with another {what}; choose another folder, or begin anew with --restart"
+                f"output {folder} has a search with another {changed[0]}; choose another folder, or begin anew with --restart"
             )
         yield TrialLog(journal, budget)
-
-
-def _changed(before: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
-    """Names of the inputs that differ. With another seed or number of questions, hashes of samples are not compared."""
-    changed = [key for key in {**before, **about} if before.get(key) != about.get(key)]
-    chosen = {"seed": {"data", "calibration"}, "questions": {"data"}}
-    explained = set().union(*(keys for key, keys in chosen.items() if key in changed))
-    return [key for key in changed if key not in explained]

@@ -1,11 +1,10 @@
 """Loads, and a streaming client that measures them, for OpenAI-compatible chat servers.
 
-Loads and percentiles are those of `vllm bench serve` in vLLM 0.32. That tool itself is not used, as it drops the server's
-counts of cached and visual tokens, so it can't show that images were processed; it takes the stream's first, empty chunk
-(the role) for the first token, which adds one gap of nearly 0 ms to every request's inter-token times; it encodes each
-image into JSON while the clock runs, in the loop that reads the other streams; and its warm-up resends the first measured
-request, image included. For the same requests, both agree on end-to-end times and requests per second if the machine has
-enough cores for client and server; they differ by one inter-token gap per request.
+Loads and percentiles are those of `vllm bench serve` in vLLM 0.32, which is not used as it drops the server's counts of visual
+tokens, so that it can't show that images were processed; takes the stream's first, empty chunk (the role) for the first token
+and every chunk for one token; encodes each image while the clock runs, in the loop that reads the other streams; and imports
+vLLM for every burst. For the same requests, both agree on end-to-end times and requests per second if the machine has enough
+cores for client and server.
 
 A closed load is N clients, each of which sends its next request when its last one is answered: it shows capacity at a given
 concurrency. An open load is a Poisson process of R requests a second, whatever the server does: it shows the latency of a
@@ -26,7 +25,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,7 +93,7 @@ class Outcome:
     Attributes:
         ttft, e2e: seconds; see the module. `itl`: seconds between tokens.
         error: the reason why the request failed, or "".
-        prompt_tokens, visual_tokens, cached_tokens, output_tokens: counts by the server; prompt tokens include visual ones.
+        prompt_tokens, visual_tokens, output_tokens: counts by the server; prompt tokens include visual ones.
     """
 
     ttft: float = 0.0
@@ -102,7 +101,6 @@ class Outcome:
     itl: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     visual_tokens: int = 0
-    cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
 
@@ -146,44 +144,40 @@ def send(
     Returns:
         An outcome for each body, in order, and the seconds from the start until the last answer.
     """
-    return asyncio.run(_send(url, bodies, load, seed, timeout, done))
-
-
-async def _send(
-    url: str, bodies: Sequence[bytes], load: Load, seed: int, timeout: float, done: Callable[[int], None]
-) -> tuple[list[Outcome], float]:
     import aiohttp  # vLLM's own client uses it, so it is in every environment that has vLLM
 
-    outcomes = [Outcome() for _ in bodies]
-    finished = 0
-    limits = aiohttp.ClientTimeout(total=timeout)
-    # llama.cpp's server closes a connection after a streamed answer, vLLM's an idle one after 5 s, both without notice.
-    connections = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
-        start = time.perf_counter()
+    async def send_all() -> tuple[list[Outcome], float]:
+        outcomes = [Outcome() for _ in bodies]
+        finished = 0
+        # llama.cpp's server closes a connection after a streamed answer, vLLM's an idle one after 5 s, both without notice.
+        connections = aiohttp.TCPConnector(limit=0, force_close=True)
+        limits = aiohttp.ClientTimeout(total=timeout)
+        async with aiohttp.ClientSession(f"{url}/", timeout=limits, connector=connections) as session:
+            start = time.perf_counter()
 
-        async def send_one(index: int, due: float) -> None:
-            nonlocal finished
-            await _stream(session, bodies[index], due, outcomes[index])
-            finished += 1
-            done(finished)
+            async def send_one(index: int, due: float) -> None:
+                nonlocal finished
+                await _stream(session, bodies[index], due, outcomes[index])
+                finished += 1
+                done(finished)
 
-        async def client(waiting: list[int]) -> None:
-            while waiting:
-                await send_one(waiting.pop(), time.perf_counter())
+            async def client(waiting: Iterator[int]) -> None:
+                for index in waiting:
+                    await send_one(index, time.perf_counter())
 
-        # Due at its arrival, not when it is sent: a client that lags would hide the server's queue (coordinated omission).
-        async def arrive(index: int, offset: float) -> None:
-            await asyncio.sleep(start + offset - time.perf_counter())
-            await send_one(index, start + offset)
+            # Due at its arrival, not when it is sent: a client that lags would hide the server's queue (coordinated omission).
+            async def arrive(index: int, offset: float) -> None:
+                await asyncio.sleep(start + offset - time.perf_counter())
+                await send_one(index, start + offset)
 
-        arrivals = load.arrivals(len(bodies), seed)
-        if arrivals is None:
-            waiting = list(reversed(range(len(bodies))))
-            await asyncio.gather(*(client(waiting) for _ in range(int(load.amount))))
-        else:
-            await asyncio.gather(*(arrive(index, offset) for index, offset in enumerate(arrivals)))
-        return outcomes, time.perf_counter() - start
+            if (arrivals := load.arrivals(len(bodies), seed)) is None:
+                waiting = iter(range(len(bodies)))  # shared by all clients
+                await asyncio.gather(*(client(waiting) for _ in range(int(load.amount))))
+            else:
+                await asyncio.gather(*(arrive(index, offset) for index, offset in enumerate(arrivals)))
+            return outcomes, time.perf_counter() - start
+
+    return asyncio.run(send_all())
 
 
 async def _stream(session: Any, body: bytes, due: float, outcome: Outcome) -> None:
@@ -214,7 +208,6 @@ def _count(outcome: Outcome, usage: dict[str, Any], now: float, due: float, last
     """Record the new tokens of a chunk that arrived at `now`, and return the time of the last token so far."""
     details = usage.get("prompt_tokens_details") or {}
     if details:  # only in the final chunk
-        outcome.cached_tokens = details.get("cached_tokens") or 0
         outcome.visual_tokens = sum((details.get("multimodal_tokens") or {}).values())
     outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
     new = (usage.get("completion_tokens") or 0) - outcome.output_tokens

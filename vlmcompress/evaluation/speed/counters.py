@@ -1,20 +1,15 @@
-"""Counters of servers: vLLM's and llama.cpp's `/metrics`, and the token counts of llama.cpp."""
+"""Counters of servers: `/metrics` of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import json
 import re
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
-from typing import Any
 
 from vlmcompress.engines.local import last_words
 from vlmcompress.engines.vllm.serve import Server
-from vlmcompress.evaluation.speed.client import Outcome
 from vlmcompress.utils.errors import UserError
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -80,49 +75,14 @@ def cache_config(server: Server) -> dict[str, str]:
 
 def metrics(server: Server) -> list[tuple[str, dict[str, str], str]]:
     """Read all samples at `/metrics`, in the form of `parse_metrics`."""
-    return parse_metrics(_get(server, "/metrics"))
-
-
-def server_version(server: Server, llama_cpp: bool = False) -> str:
-    """The version of vLLM, from the server, or of the package with llama.cpp."""
-    if llama_cpp:
-        return f"xllamacpp {importlib.metadata.version('xllamacpp')}"
-    return json.loads(_get(server, "/version"))["version"]
+    try:
+        with _DIRECT.open(f"{server.url}/metrics", timeout=60) as reply:
+            return parse_metrics(reply.read().decode())
+    except OSError as error:
+        raise UserError(f"the server of {server.name} has ended ({error}){last_words(server.log_path)}") from error
 
 
 def parse_metrics(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Parse Prometheus' text format: name, labels and value of each sample."""
     matches = (_SAMPLE.match(line) for line in text.splitlines())
     return [(match[1], dict(_LABEL.findall(match[2] or "")), match[3]) for match in matches if match]
-
-
-def _get(server: Server, path: str) -> str:
-    try:
-        with _DIRECT.open(server.url + path, timeout=60) as reply:
-            return reply.read().decode()
-    except OSError as error:
-        raise UserError(f"vLLM's server of {server.name} has ended ({error}){last_words(server.log_path)}") from error
-
-
-def count_visual_tokens(
-    running: Server, conversations: Sequence[list[dict[str, Any]]], outcomes: Sequence[Outcome]
-) -> None:
-    """Set the visual tokens of answered requests: the prompt's tokens minus those of the conversation without images."""
-    for messages, outcome in zip(conversations, outcomes, strict=True):
-        if not outcome.error:
-            without = []
-            for message in messages:
-                if not isinstance(content := message["content"], str):
-                    content = "".join(part["text"] for part in content if part["type"] == "text")
-                without.append(message | {"content": content})
-            prompt = _post(running, "/apply-template", {"messages": without})
-            text = {"content": prompt["prompt"], "add_special": True, "parse_special": True}
-            outcome.visual_tokens = outcome.prompt_tokens - len(_post(running, "/tokenize", text)["tokens"])
-
-
-def _post(running: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        running.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with _DIRECT.open(request, timeout=60) as reply:
-        return json.load(reply)

@@ -19,9 +19,8 @@ from statistics import fmean, median, stdev
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtrit
 
-from vlmcompress.evaluation.results import LoadRun, Ratio, State
+from vlmcompress.evaluation.results import LoadRun, Ratio
 from vlmcompress.evaluation.speed.client import Outcome
 from vlmcompress.evaluation.speed.counters import Counters
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -58,7 +57,6 @@ def burst_record(
     duration: float,
     *,
     side: Literal["baseline", "candidate"],
-    state: State,
     repeat: int,
     slo: Mapping[str, float],
     counters: Counters,
@@ -67,7 +65,7 @@ def burst_record(
 
     Args:
         outcomes: one for each request, answered or failed.
-        side, state, repeat: copied into the record.
+        side, repeat: copied into the record.
         duration: seconds from the first request to the last answer.
         slo: limits in milliseconds; goodput is requests per second within all limits (TPOT of one token: 0).
         counters: the server's counts during the burst.
@@ -82,7 +80,7 @@ def burst_record(
     return LoadRun(
         side=side,
         mode="serve",
-        state=state,
+        state="cold",
         repeat=repeat,
         duration=duration,
         completed=len(good),
@@ -90,8 +88,6 @@ def burst_record(
         text_tokens=sum(outcome.prompt_tokens for outcome in good) - visual,
         visual_tokens=visual,
         output_tokens=sum(outcome.output_tokens for outcome in good),
-        cached_tokens=sum(outcome.cached_tokens for outcome in good),
-        media_hits=int(counters.media_hits),
         drafts=int(counters.drafts),
         drafted=int(counters.drafted),
         accepted=int(counters.accepted),
@@ -157,6 +153,8 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """The 95% interval of the ratio, from those of the repeats; None for one repeat, or if one is 0 or infinite."""
     if len(ratios) < 2 or not all(0 < ratio < math.inf for ratio in ratios):
         return None
+    from scipy.special import stdtrit  # a part of the extra `eval`; this file is imported without it
+
     logs = [math.log(ratio) for ratio in ratios]
     # Ratios are multiplicative, so the t interval is of their logarithms, and its ends are exponentials.
     reach = stdtrit(len(logs) - 1, 0.975) * stdev(logs) / math.sqrt(len(logs))

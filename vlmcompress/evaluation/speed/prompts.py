@@ -1,95 +1,82 @@
-"""The prompts of a benchmark: conversations with images, in numbered bursts.
-
-A burst is a function of its number alone, so both sides get the same bytes. No two requests of a benchmark have an image
-in common, whatever the source holds: where it has fewer images than are needed they are used again, stamped so that to
-every cache they are new (see `stamp`).
-"""
+"""The requests of a benchmark: conversations with images, the same for both sides and all repeats."""
 
 from __future__ import annotations
 
 import base64
 import io
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import PROMPTS, bundled_data, load_samples
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 
-DEFAULT_SIZE = (448, 448)
-STAMP_BITS = 48
+GENERATED_SIZE = (448, 448)
+Messages = list[dict[str, Any]]
+"""A conversation, OpenAI-style, with images as PNG in data URIs."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A source of conversations.
+    """A benchmark's requests.
 
     Attributes:
         source: description of the source.
-        samples: conversations with images; empty: generated images with a question from a short list.
-        sizes: (width, height) of images, used in rotation; empty: their original sizes.
+        conversations: one for each request.
+        images: the maximum number of images in a conversation.
+        size: (width, height) of all images; None: they have different sizes.
     """
 
     source: str
-    samples: Sequence[Sample] = field(repr=False)
-    sizes: Sequence[tuple[int, int]]
-    seed: int = 0
-
-    @property
-    def images(self) -> int:
-        """The maximum number of images in a conversation."""
-        return max((len(sample.images) for sample in self.samples), default=1)
-
-    def burst(self, number: int, requests: int) -> list[list[dict[str, Any]]]:
-        """The messages of a burst's requests, OpenAI-style, with images as PNG in data URIs."""
-        first = number * requests
-        return [self._messages(serial) for serial in range(first, first + requests)]
-
-    def _messages(self, serial: int) -> list[dict[str, Any]]:
-        size = self.sizes[serial % len(self.sizes)] if self.sizes else None
-        if not self.samples:
-            image = dead_leaves(size or DEFAULT_SIZE, self.seed * 2**32 + serial)
-            text = {"type": "text", "text": PROMPTS[serial % len(PROMPTS)]}
-            return [{"role": "user", "content": [_part(image), text]}]
-        sample = self.samples[serial % len(self.samples)]
-        pictures = [image if size is None else image.resize(size, Image.Resampling.LANCZOS) for image in sample.images]
-        parts = (_part(stamp(picture, serial)) for picture in pictures)
-        turns = sample.prompt()
-        for turn in turns:
-            turn["content"] = [next(parts) if part["type"] == "image" else part for part in turn["content"]]
-        return turns
+    conversations: list[Messages] = field(repr=False)
+    images: int = 1
+    size: tuple[int, int] | None = None
 
 
 def open_prompts(
-    data: str | Path | None, sizes: Sequence[tuple[int, int]], candidate: Path, baseline: Path, seed: int
+    data: str | Path | None,
+    candidate: Path,
+    baseline: Path,
+    requests: int,
+    seed: int,
+    size: tuple[int, int] | None = None,
 ) -> Prompts:
-    """Open the prompts of a data set or folder of images, without rows that have no image or a video.
+    """Draw so many conversations from a data set or folder of images, without rows that have no image or a video.
 
-    If `data` is None they are bundled with a demo model, or generated images if there are none or sizes are given.
+    Rows are used again where there are too few. If `data` is None they are bundled with a demo model, or short questions about
+    generated images if there are none. Images are scaled to `size`.
 
     Raises:
         UserError: the data are missing or damaged, or have no image at all.
     """
-    source = (
-        hub.local(data, "dataset", splits=hub.TEST)
-        if data
-        else (None if sizes else bundled_data(baseline, "test") or bundled_data(candidate, "test"))
-    )
-    if source is None:
-        return Prompts("generated images (dead leaves)", (), sizes or (DEFAULT_SIZE,), seed)
+    bundled = bundled_data(baseline, "test") or bundled_data(candidate, "test")
+    if (source := hub.local(data, "dataset", splits=hub.TEST) if data else bundled) is None:
+        size = size or GENERATED_SIZE
+        images = (dead_leaves(size, seed * 2**32 + number) for number in range(requests))
+        pairs = zip(images, cycle(PROMPTS), strict=False)
+        conversations = [
+            [{"role": "user", "content": [_part(image), {"type": "text", "text": text}]}] for image, text in pairs
+        ]
+        return Prompts("generated images (dead leaves)", conversations, size=size)
     samples = load_samples(source, samples=None, seed=seed, decode_images=False)
     with_images = [sample for sample in samples if sample.images and not sample.videos]
     if not with_images:
-        raise UserError(f"{source}: no row has an image; give --data with some, or --sizes for generated ones")
+        raise UserError(f"{source}: no row has an image; give --data with some")
     random.Random(seed).shuffle(with_images)
-    return Prompts(hub.display_path(source), with_images, sizes, seed)
+    conversations = []
+    for sample in islice(cycle(with_images), requests):
+        parts = (_part(image.resize(size or image.size, Image.Resampling.LANCZOS)) for image in sample.images)
+        turns = sample.prompt()
+        for turn in turns:
+            turn["content"] = [next(parts) if part["type"] == "image" else part for part in turn["content"]]
+        conversations.append(turns)
+    return Prompts(hub.display_path(source), conversations, max(len(sample.images) for sample in with_images), size)
 
 
 def _part(image: Image.Image) -> dict[str, Any]:
@@ -118,12 +105,3 @@ def dead_leaves(size: tuple[int, int], seed: int) -> Image.Image:
     for radius, (x, y), colour in zip(radii.tolist(), centres.tolist(), colours.tolist(), strict=True):
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=tuple(colour))
     return image
-
-
-def stamp(image: Image.Image, serial: int) -> Image.Image:
-    """Copy an image with `serial` (below 2^48) in the lowest bits of its first pixels: no channel changes by more than 1."""
-    pixels = np.array(image.convert("RGB"))
-    flat = pixels.reshape(-1)
-    bits = np.array([serial >> i & 1 for i in range(STAMP_BITS)], dtype=np.uint8)
-    flat[:STAMP_BITS] = flat[:STAMP_BITS] & 0xFE | bits
-    return Image.fromarray(pixels)

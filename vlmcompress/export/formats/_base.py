@@ -210,7 +210,7 @@ class EngineFiles(Writer):
         """The block of config.json, which marks the weights as stored elsewhere and has the number format of most layers."""
         block: dict[str, Any] = {"quant_method": self.METHOD} | ({"files": list(self.FILES)} if self.FILES else {})
         if layers.schemes:
-            weights = layers.schemes[0].weights
+            weights = layers.schemes[0].weights  # the most common one; the files themselves say what each layer has
             block |= {"bits": weights.bits, "group_size": weights.group, "type": self.storage(layers.schemes[0])}
             block["modules_to_not_convert"] = [kept.names[0] for kept in layers.kept]
         return {"config.json": block}

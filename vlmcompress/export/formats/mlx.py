@@ -171,7 +171,7 @@ class Mlx(Writer, Reader):
             ENGINES["mlx"].reducers,
             [spec.family for spec in all_specs() if spec.engine.mlx.fewer_tokens],
         )
-        if family in families and reducer["method"] in methods and not {"merge", "similar"} & reducer.keys():
+        if family in families and reducer["method"] in methods and "merge" not in reducer:
             return None
         return (
             f"MLX runs {', '.join(methods)} alone, without merging, for {', '.join(families)}; "

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vlmcompress.export.formats._base import EngineFiles, Parts
-from vlmcompress.export.openvino import REGISTRY, OpenvinoFamily, Packed, pruning, write_openvino
+from vlmcompress.export.openvino import REGISTRY, OpenvinoFamily, Packed, write_openvino
 from vlmcompress.export.openvino import token_ids as _token_ids
 from vlmcompress.export.packing import pack_bits, to_float16
 from vlmcompress.numerics import QTensor, Scheme
@@ -144,11 +144,10 @@ class OpenVino(EngineFiles):
 
     @override
     def reducer_problem(self, family: str, reducer: Mapping[str, Any]) -> str | None:
-        try:
-            pruning(reducer, family)
-        except UserError as error:
-            return str(error)
-        return None
+        return (
+            f"OpenVINO GenAI does not run the reducer {reducer['method']}; make images smaller with --reduce resize:SHARE, "
+            "or write compressed-tensors"
+        )
 
     @override
     def token_ids(self, folder: Path, config: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]] | None:
@@ -175,8 +174,6 @@ class OpenVino(EngineFiles):
         _change_json(tree / "preprocessor_config.json", images)
         if "image_processor" in _read_json(tree / PROCESSOR):  # which the pipeline may prefer
             _change_json(tree / PROCESSOR, {"image_processor": images})
-        if reduce := parts.config.get("vlmcompress", {}).get("reduce"):
-            _change_json(tree / "generation_config.json", pruning(reduce))
         return sum(path.stat().st_size for path in tree.glob("openvino_*_model.bin"))
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import yaml
+
 from vlmcompress.export.launch import containers, vllm
-from vlmcompress.export.launch._shell import address, documents, execute, script
+from vlmcompress.export.launch._script import address, execute, script
 from vlmcompress.export.readers import LoadFacts
 
 
@@ -45,10 +47,15 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Server:
-    """The flags of an engine's server: `start` in shell syntax; `flags` for every checkpoint; then by name the engine's own
-    for the context length, an FP8 cache, the number of GPUs and running the checkpoint's code, empty where it has none;
-    `options`: text that the shell expands; the `port`, and the beginning of the flags of host and port."""
+    """An engine's server: its title, how its flags were checked, and its flags.
 
+    `start` is in shell syntax; `flags` for every checkpoint; then by name the engine's own for the context length, an FP8
+    cache, the number of GPUs and running the checkpoint's code, empty where it has none; `options`: text that the shell
+    expands; the `port`, and the beginning of the flags of host and port.
+    """
+
+    title: str
+    checked: str
     start: str
     port: int
     flags: Callable[[LoadFacts], list[str]] = lambda facts: []
@@ -60,13 +67,18 @@ class Server:
     prefix: str = "--"
 
 
+_BY_HAND = "flags read by {}'s own parser and source, by hand on 2026-11-22; not run"
 SERVERS = {
     "llamacpp": Server(
+        "llama.cpp",
+        "the files are loaded by our tests in llama.cpp's server (xllamacpp); flags by hand on 2026-11-25",
         'llama-server --model "$MODEL/model.gguf" --mmproj "$MODEL/mmproj.gguf"',
         8080,
         lambda facts: ["--alias", facts.name, "--jinja"],
     ),
     "lmdeploy": Server(
+        "LMDeploy 0.18.0",
+        _BY_HAND.format("LMDeploy 0.18.0"),
         'lmdeploy serve api_server "$MODEL"',
         23333,
         lambda facts: [
@@ -79,12 +91,13 @@ SERVERS = {
         prefix="--server-",
     ),
     "sglang": Server(  # radix (prefix) caching and structured output are on by default
+        "SGLang 0.5.23",
+        _BY_HAND.format("SGLang 0.5.23"),
         'python3 -m sglang.launch_server --model-path "$MODEL"',
         30000,
         lambda facts: [
             *("--served-model-name", facts.name),
             *("--limit-mm-data-per-request", json.dumps({"image": vllm.IMAGES, "video": 0})),
-            *("--chunked-prefill-size", "8192", "--grammar-backend", "xgrammar", "--enable-metrics"),
         ],
         length="--context-length",
         cache=("--kv-cache-dtype", "fp8_e4m3"),
@@ -92,6 +105,8 @@ SERVERS = {
         code="--trust-remote-code",
     ),
     "tensorrt-llm": Server(
+        "TensorRT-LLM",
+        "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run",
         'trtllm-serve "$MODEL" --backend pytorch',
         8000,
         length="--max_seq_len",
@@ -118,7 +133,6 @@ _SCRIPT = '''"""{name} in OpenVINO: python serve/{file} "What is shown?" IMAGE .
 Written by vlmcompress; edit it freely. MODEL and DEVICE (CPU, GPU) may be set in the environment.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -132,10 +146,8 @@ os.environ.setdefault("VISION_PREPROCESS", "CPP")  # images scaled as transforme
 model = Path(os.environ.get("MODEL", Path(__file__).parents[1]))
 question, *paths = sys.argv[1:]
 images = [openvino.Tensor(np.array(Image.open(path).convert("RGB"))[None]) for path in paths]
-settings = json.loads((model / "generation_config.json").read_text())
-pruning = {{name: settings[name] for name in ("pruning_ratio", "relevance_weight") if name in settings}}
 pipeline = openvino_genai.VLMPipeline(model, os.environ.get("DEVICE", "CPU"))
-answer = pipeline.generate(question, images=images, max_new_tokens=256, do_sample=False, **pruning)
+answer = pipeline.generate(question, images=images, max_new_tokens=256, do_sample=False)
 print(answer.texts[0])
 '''
 
@@ -149,18 +161,17 @@ def _server(name: str, facts: LoadFacts) -> dict[str, str]:
     flags += [server.gpus, str(facts.gpus)] if server.gpus and facts.gpus > 1 else []
     flags += [server.code] if server.code and facts.code else []
     command = execute(server.start, flags, *server.options, address(server.port, server.prefix))
-    return {f"{name}.sh": script(f"{facts.name} in {LAUNCHERS[name].title}", command)}
-
-
-def _tensorrt_llm(facts: LoadFacts) -> dict[str, str]:
-    reuse = facts.architecture not in NO_REUSE
-    options = {
-        "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},
-        "enable_chunked_prefill": reuse,
-        "guided_decoding_backend": "xgrammar",
-    }
-    text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
-    return _server("tensorrt-llm", facts) | {"tensorrt-llm.yaml": text + documents(options)}
+    texts = {f"{name}.sh": script(f"{facts.name} in {server.title}", command)}
+    if name == "tensorrt-llm":
+        reuse = facts.architecture not in NO_REUSE
+        options = {
+            "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},
+            "enable_chunked_prefill": reuse,
+            "guided_decoding_backend": "xgrammar",
+        }
+        text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
+        texts["tensorrt-llm.yaml"] = text + yaml.safe_dump(options, sort_keys=False)
+    return texts
 
 
 def _ollama(facts: LoadFacts) -> dict[str, str]:
@@ -175,29 +186,19 @@ def _ollama(facts: LoadFacts) -> dict[str, str]:
     return {"Modelfile": _MODELFILE.format(name=facts.name, parameters="".join(lines))}
 
 
-_BY_HAND = "flags read by {}'s own parser and source, by hand on 2026-11-22; not run"
 _MANIFESTS = "structure and vLLM's flags checked in our tests, not run"
-LAUNCHERS: Mapping[str, Launcher] = {
+_LAUNCHERS = {
+    **{
+        name: Launcher(
+            name, server.title, server.checked, partial(_server, name), f"sh serve/{name}.sh", gpus=name != "llamacpp"
+        )
+        for name, server in SERVERS.items()
+    },
     "compose": Launcher(
         "vllm", "Docker Compose", _MANIFESTS, containers.compose, "docker compose -f serve/compose.yaml up", gpus=True
     ),
     "kubernetes": Launcher(
         "vllm", "Kubernetes", _MANIFESTS, containers.kubernetes, "kubectl apply -f serve/kubernetes.yaml", gpus=True
-    ),
-    "llamacpp": Launcher(
-        "llamacpp",
-        "llama.cpp",
-        "the files are loaded by our tests in llama.cpp's server (xllamacpp); flags by hand on 2026-11-25",
-        partial(_server, "llamacpp"),
-        "sh serve/llamacpp.sh",
-    ),
-    "lmdeploy": Launcher(
-        "lmdeploy",
-        "LMDeploy 0.18.0",
-        _BY_HAND.format("LMDeploy 0.18.0"),
-        partial(_server, "lmdeploy"),
-        "sh serve/lmdeploy.sh",
-        gpus=True,
     ),
     "ollama": Launcher(
         "llamacpp",
@@ -212,22 +213,6 @@ LAUNCHERS: Mapping[str, Launcher] = {
         "run by our tests in openvino_genai 2026.4 on a CPU",
         lambda facts: {_OPENVINO: _SCRIPT.format(name=facts.name, file=_OPENVINO)},
         f'python serve/{_OPENVINO} "What is shown?" IMAGE',
-    ),
-    "sglang": Launcher(
-        "sglang",
-        "SGLang 0.5.23",
-        _BY_HAND.format("SGLang 0.5.23"),
-        partial(_server, "sglang"),
-        "sh serve/sglang.sh",
-        gpus=True,
-    ),
-    "tensorrt-llm": Launcher(
-        "tensorrt-llm",
-        "TensorRT-LLM",
-        "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run",
-        _tensorrt_llm,
-        "sh serve/tensorrt-llm.sh",
-        gpus=True,
     ),
     "triton": Launcher(
         "vllm",
@@ -247,3 +232,4 @@ LAUNCHERS: Mapping[str, Launcher] = {
         problem=vllm.split_problem,
     ),
 }
+LAUNCHERS: Mapping[str, Launcher] = dict(sorted(_LAUNCHERS.items()))

@@ -1,11 +1,10 @@
 """vLLM in containers: Docker Compose, Kubernetes, and Triton Inference Server with its vLLM backend.
 
-Compose asks for GPUs by `deploy.resources.reservations.devices`, and vLLM's `/health` with the Python that the image has. On
-Kubernetes a Deployment has GPU limits and probes on `/health`, the checkpoint comes from a PersistentVolumeClaim, and
-annotations ask Prometheus to read `/metrics`, which `grafana.json` shows; loading takes minutes, so a startup probe waits for
-it. Triton's files are those of the backend's sample (triton-inference-server/vllm_backend at 8de0c14,
-`samples/model_repository`, `src/model.py`): inputs, outputs and the decoupled policy are filled in by the backend, and
-`model.json` holds arguments of vLLM's `AsyncEngineArgs`; a vLLM older than 0.32 may not know one.
+Compose asks for GPUs by `deploy.resources.reservations.devices`. On Kubernetes a Deployment has GPU limits and a probe on
+`/health`, and the checkpoint comes from a PersistentVolumeClaim. Triton's files are those of the backend's sample
+(triton-inference-server/vllm_backend at 8de0c14, `samples/model_repository`, `src/model.py`): inputs, outputs and the decoupled
+policy are filled in by the backend, and `model.json` holds arguments of vLLM's `AsyncEngineArgs`; a vLLM older than 0.32 may
+not know one.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import yaml
+
 from vlmcompress.export.launch import vllm
-from vlmcompress.export.launch._shell import documents
 from vlmcompress.export.readers import LoadFacts
 
 IMAGE = "vllm/vllm-openai:v0.32.0"
@@ -34,10 +34,8 @@ _KUBERNETES = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kub
 # addresses, put the allowed hosts in the place of {nowhere}.{image}
 """
 _BUILD = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, and name it below."
-_HEALTH = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"
 _PBTXT = """# {name} in Triton Inference Server, backend vLLM. Written by vlmcompress.
-# Inputs and outputs are the backend's own. To see vLLM's metrics at Triton's /metrics, which costs some speed, add
-#   parameters: {{ key: "REPORT_CUSTOM_METRICS" value: {{ string_value: "true" }} }}
+# Inputs and outputs are the backend's own.
 name: "{name}"
 backend: "vllm"
 instance_group [
@@ -64,81 +62,60 @@ def compose(facts: LoadFacts) -> dict[str, str]:
     """`compose.yaml`, and `Dockerfile` where the checkpoint carries a reducer."""
     program, *flags = arguments(facts)
     gpus = {"driver": "nvidia", "count": facts.gpus, "capabilities": ["gpu"]}
-    environment = vllm.environment(facts)
     service: dict[str, Any] = {
         "image": image(facts),
         **({"build": {"context": ".", "dockerfile": "Dockerfile"}} if facts.reducer else {}),
         "entrypoint": [program],
         "command": flags,
-        **({"environment": environment} if environment else {}),
+        "environment": vllm.environment(facts),
         "volumes": ["..:/model:ro"],
         "ports": ["127.0.0.1:8000:8000"],
         "shm_size": "8gb",  # processes of tensor parallelism and of the image processor share memory
         "deploy": {"resources": {"reservations": {"devices": [gpus]}}},
-        "healthcheck": {
-            "test": ["CMD", "python3", "-c", _HEALTH],
-            "interval": "10s",
-            "timeout": "6s",
-            "retries": 3,
-            "start_period": "20m",
-        },
         "restart": "unless-stopped",
     }
-    text = _COMPOSE.format(name=facts.name, nowhere=NOWHERE) + documents({"services": {facts.resource: service}})
+    content = yaml.safe_dump({"services": {facts.resource: service}}, sort_keys=False)
+    text = _COMPOSE.format(name=facts.name, nowhere=NOWHERE) + content
     return {"compose.yaml": text} | ({"Dockerfile": _DOCKERFILE} if facts.reducer else {})
 
 
 def kubernetes(facts: LoadFacts) -> dict[str, str]:
     """`kubernetes.yaml`: a Deployment and a Service."""
-    build = _BUILD if facts.reducer else ""
-    head = _KUBERNETES.format(name=facts.name, resource=facts.resource, nowhere=NOWHERE, image=build)
-    label = {"app.kubernetes.io/name": facts.resource}
-    metadata = {"name": facts.resource, "labels": label}
-    scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": "8000", "prometheus.io/path": "/metrics"}
-    claim = {"claimName": f"{facts.resource}-files", "readOnly": True}
-    volumes = [
-        {"name": "model", "persistentVolumeClaim": claim},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
-    ]
-    health: dict[str, Any] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
-    gpus = {"nvidia.com/gpu": facts.gpus}
-    variables = [{"name": key, "value": value} for key, value in vllm.environment(facts).items()]
+    head = _KUBERNETES.format(
+        name=facts.name, resource=facts.resource, nowhere=NOWHERE, image=_BUILD if facts.reducer else ""
+    )
+    name, label = {"name": facts.resource}, {"app": facts.resource}
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image(facts),
         "command": arguments(facts),
-        **({"env": variables} if variables else {}),
-        "ports": [{"name": "http", "containerPort": 8000}],
-        "resources": {"limits": gpus, "requests": gpus},
-        "startupProbe": {**health, "failureThreshold": 180},  # half an hour
-        "readinessProbe": {**health, "failureThreshold": 1},
-        "livenessProbe": {**health, "failureThreshold": 6},
+        "env": [{"name": key, "value": value} for key, value in vllm.environment(facts).items()],
+        "ports": [{"containerPort": 8000}],
+        "resources": {"limits": {"nvidia.com/gpu": facts.gpus}},
+        # Loading takes minutes: no request is sent before /health answers.
+        "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 10, "timeoutSeconds": 5},
         "volumeMounts": [
             {"name": "model", "mountPath": "/model", "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata,
-        "spec": {
-            "replicas": 1,
-            "selector": {"matchLabels": label},
-            "strategy": {"type": "Recreate"},  # a second replica would wait for a GPU that the first one holds
-            "template": {
-                "metadata": {"labels": label, "annotations": scraped},
-                "spec": {"containers": [container], "volumes": volumes},
-            },
-        },
+    volumes = [
+        {"name": "model", "persistentVolumeClaim": {"claimName": f"{facts.resource}-files", "readOnly": True}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+    ]
+    pod = {"metadata": {"labels": dict(label)}, "spec": {"containers": [container], "volumes": volumes}}
+    spec = {
+        "replicas": 1,
+        "selector": {"matchLabels": dict(label)},
+        "strategy": {"type": "Recreate"},  # a second replica would wait for a GPU that the first one holds
+        "template": pod,
     }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {"selector": label, "ports": [{"name": "http", "port": 8000, "targetPort": "http"}]},
-    }
-    return {"kubernetes.yaml": head + documents(deployment, service)}
+    service = {"selector": dict(label), "ports": [{"port": 8000}]}
+    documents = (
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": name, "spec": spec},
+        {"apiVersion": "v1", "kind": "Service", "metadata": dict(name), "spec": service},
+    )
+    return {"kubernetes.yaml": head + yaml.safe_dump_all(documents, sort_keys=False)}
 
 
 def triton(facts: LoadFacts) -> dict[str, str]:

@@ -1,10 +1,8 @@
-"""vLLM's OpenAI-compatible server, as a shell script, and variants: speculative decoding by n-grams or by a checkpoint's own
-head, and separate servers for encoding images, prefill and decoding.
+"""vLLM's OpenAI-compatible server, as a shell script, and variants: speculative decoding by a checkpoint's own head, and
+separate servers for encoding images, prefill and decoding.
 
-Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). The number of tokens in a step is
-vLLM's default for a machine of that memory (`EngineArgs.get_batch_defaults`), written out because it is the flag that trades
-the time to the first token against the time between tokens. INT8 on Blackwell requires disabling the CUTLASS kernel, which
-fails there (vllm issue 54311). Only FlashInfer supports FP8 keys and values on Ampere.
+Flags are those of vLLM 0.32 (`engine/arg_utils.py`, `entrypoints/launchers/cli_args.py`). INT8 on Blackwell requires
+disabling the CUTLASS kernel, which fails there (vllm issue 54311). Only FlashInfer supports FP8 keys and values on Ampere.
 
 Between separate servers encoder outputs are passed through a shared folder (`ECExampleConnector`, vLLM's reference), keys and
 values through NIXL (`NixlConnector`), as in vLLM's `examples/disaggregated/disaggregated_encoder`. A server that only encodes
@@ -14,10 +12,11 @@ has no KV cache, and its token budget is irrelevant, so it is practically unlimi
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
-from vlmcompress.export.launch import _shell
-from vlmcompress.export.launch._shell import execute, script
+from vlmcompress.export.launch import _script
+from vlmcompress.export.launch._script import execute, script
 from vlmcompress.export.readers import LoadFacts
 
 TITLE = "vLLM 0.32"
@@ -26,7 +25,6 @@ IMAGES = 4
 PLUGIN = 'if [ -n "${VLLM_PLUGINS+set}" ]; then export VLLM_PLUGINS="$VLLM_PLUGINS,vlmcompress"; fi'
 # Hosts from which requests may have images fetched, separated by spaces; without it vLLM fetches any address.
 DOMAINS = "${MEDIA_DOMAINS:+--allowed-media-domains $MEDIA_DOMAINS}"
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 _ROLES = """# Roles: encode | prefill-decode (two servers), or encode | prefill | decode (three). STORE is a folder
 # that the encoder and the next stage share, in memory and yours alone: STORE=$(mktemp -d -p /dev/shm). A request
 # goes to the encoder with max_tokens 1, then, unchanged, to the next stage; from prefill to decode, with the
@@ -49,12 +47,8 @@ def settings(facts: LoadFacts) -> dict[str, Any]:
         "dtype": "auto",
         "max_model_len": "auto",  # the model's, or less if memory is short
         "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
-        "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
-        "structured_outputs_config": {"backend": "auto"},
+        "enable_prefix_caching": True,  # its default is off for models with recurrent states
     }
-    if tokens := _step(facts):
-        values["max_num_batched_tokens"] = tokens
     if facts.kv_fp8:
         values["kv_cache_dtype"] = "fp8"
         if facts.machine and facts.machine.capability and facts.machine.capability < (8, 9):
@@ -66,10 +60,10 @@ def settings(facts: LoadFacts) -> dict[str, Any]:
     return values
 
 
-def flags(facts: LoadFacts) -> list[str]:
-    """Flags of `vllm serve` for the checkpoint, without its path, host and port."""
+def flags(facts: LoadFacts, left_out: Collection[str] = ()) -> list[str]:
+    """Flags of `vllm serve` for the checkpoint, without its path, host and port and some of its `settings`."""
     flags = []
-    for key, value in settings(facts).items():
+    for key, value in ((key, value) for key, value in settings(facts).items() if key not in left_out):
         text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
         flags += [f"--{key.replace('_', '-')}", *text]
     if facts.reducer and facts.reducer.query_aware:
@@ -79,7 +73,7 @@ def flags(facts: LoadFacts) -> list[str]:
 
 def address(port: int) -> str:
     """The flags that the shell expands from HOST, PORT and MEDIA_DOMAINS; `port`: the default port."""
-    return f"{_shell.address(port)} {DOMAINS}"
+    return f"{_script.address(port)} {DOMAINS}"
 
 
 def environment(facts: LoadFacts) -> dict[str, str]:
@@ -91,33 +85,30 @@ def environment(facts: LoadFacts) -> dict[str, str]:
     return {}
 
 
-def scripts(facts: LoadFacts) -> dict[str, str]:
-    """`vllm.sh`, `vllm-speculative.sh` with speculative decoding by n-grams, and one for the checkpoint's draft head."""
-    lines = []
-    if facts.reducer:
-        lines += [
-            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin next to it, and",
-            "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
-            PLUGIN,
-        ]
-    lines += [f"export {key}={value}" for key, value in environment(facts).items()]
-    lines.append(
-        "# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any. MEDIA_DOMAINS: the"
-    )
-    lines.append(
-        "# hosts from which requests may have images fetched; by default all. Set it where others reach the server."
-    )
-    title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
-    lines.append(execute('vllm serve "$MODEL"', flags(facts), address(8000)))
-    speculative = [
-        "# Proposes what followed the same words before: a gain if answers repeat the prompt (documents, code), a small",
-        "# cost otherwise. At temperature 0, answers are the same except for rounding. Measure before you keep it.",
-        execute('sh "$(dirname -- "$0")/vllm.sh"', ["--speculative-config", json.dumps(NGRAM)]),
+def _exports(facts: LoadFacts) -> list[str]:
+    """Lines of a script that set what the checkpoint needs on its machine."""
+    return [
+        *([PLUGIN] if facts.reducer else []),
+        *(f"export {key}={value}" for key, value in environment(facts).items()),
     ]
-    texts = {
-        "vllm.sh": script(title, *lines),
-        "vllm-speculative.sh": script(f"{title}, with speculative decoding by n-grams", *speculative),
-    }
+
+
+def scripts(facts: LoadFacts) -> dict[str, str]:
+    """`vllm.sh`, and one for the checkpoint's draft head."""
+    lines = _exports(facts)
+    if facts.reducer:
+        lines.insert(
+            0,
+            f"# The checkpoint carries the reducer {facts.reducer.label}: vLLM needs vlmcompress's plugin next to it, and\n"
+            "# refuses the checkpoint by its architecture otherwise. `vlmcompress serve` starts the same server.",
+        )
+    lines += [
+        "# Videos are off: raise their number in --limit-mm-per-prompt where the model takes any. MEDIA_DOMAINS: the",
+        "# hosts from which requests may have images fetched; by default all. Set it where others reach the server.",
+        execute('vllm serve "$MODEL"', flags(facts), address(8000)),
+    ]
+    title = f"{facts.name} in {TITLE}" + (f", for {facts.machine.title}" if facts.machine else "")
+    texts = {"vllm.sh": script(title, *lines)}
     if facts.draft:
         setting = {"method": facts.draft, "num_speculative_tokens": 1}
         text = [
@@ -140,8 +131,7 @@ def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
     lines = [
         'DRAFT="$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)"',
         f'[ "$MODEL" != "$DRAFT" ] || {{ echo "set MODEL to the folder of {facts.name}" >&2; exit 2; }}',
-        *([PLUGIN] if facts.reducer else []),
-        *(f"export {key}={value}" for key, value in environment(facts).items()),
+        *_exports(facts),
         execute('vllm serve "$MODEL"', flags(facts), address(8000), f'--speculative-config "{setting}"'),
     ]
     return {"vllm.sh": script(f"{facts.name} in {TITLE}, with the draft head next to this folder", *lines)}
@@ -155,20 +145,12 @@ def split_problem(facts: LoadFacts) -> str | None:
 
 def split(facts: LoadFacts) -> dict[str, str]:
     """`vllm-split.sh`, which takes the role as its first argument."""
-    lines = [_ROLES]
-    if facts.reducer:
-        lines.append(f"{PLUGIN}  # the reducer's plugin")
-    lines += [f"export {key}={value}" for key, value in environment(facts).items()]
-    lines.append('case "$ROLE" in')
-    whole = flags(facts)
+    lines = [_ROLES, *_exports(facts), 'case "$ROLE" in']
+    whole = [*flags(facts), "--enable-request-id-headers"]
     # An encoder has no KV cache, nor steps of the language model.
-    no_encoder = {"--enable-prefix-caching", "--kv-cache-dtype", "--attention-backend", "--max-num-batched-tokens"}
-    at = [number for number, flag in enumerate(whole) if flag.startswith("--")] + [len(whole)]
-    pairs = [whole[start:end] for start, end in zip(at, at[1:], strict=False)]
-    encoder = [flag for pair in pairs if pair[0] not in no_encoder for flag in pair]
+    encoder = flags(facts, ("enable_prefix_caching", "kv_cache_dtype", "attention_backend"))
     encoder += ["--enable-request-id-headers", "--no-enable-prefix-caching", "--mm-encoder-only", "--enforce-eager"]
     encoder += ["--max-num-batched-tokens", "114688"]
-    whole.append("--enable-request-id-headers")
     for role, port, arguments, images in (
         ("encode", 8001, encoder, "ec_producer"),
         ("prefill-decode", 8002, whole, "ec_consumer"),
@@ -176,9 +158,8 @@ def split(facts: LoadFacts) -> dict[str, str]:
         ("decode", 8003, [*whole, *_keys("kv_consumer")], ""),
     ):
         lines.append(f"{role})")
-        if channel := {"prefill": 5559, "decode": 6000}.get(
-            role
-        ):  # two NIXL servers of one machine must not share a port
+        # Two NIXL servers of one machine must not share a port.
+        if channel := {"prefill": 5559, "decode": 6000}.get(role):
             lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_PORT="${{VLLM_NIXL_SIDE_CHANNEL_PORT:-{channel}}}"')
         stored = [_STORED.replace("ROLE", images)] if images else []
         lines += [execute('vllm serve "$MODEL"', arguments, *stored, address(port)), ";;"]
@@ -188,13 +169,3 @@ def split(facts: LoadFacts) -> dict[str, str]:
 
 def _keys(role: str) -> list[str]:
     return ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]
-
-
-def _step(facts: LoadFacts) -> int | None:
-    """Maximum tokens per step: vLLM's default for a GPU of this memory; None: vLLM decides."""
-    machine = facts.machine
-    if machine is None or machine.capability is None or not machine.memory:
-        return None
-    if machine.memory >= 172:  # vLLM says 160 GiB, and 70 below
-        return 16384
-    return 8192 if machine.memory >= 76 and machine.capability != (8, 0) else 2048

@@ -6,17 +6,13 @@ inputs and outputs are those that openvino.genai 2026.4 reads (`src/cpp/src/visu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vlmcompress.export.openvino.spec import OpenvinoFamily, Packed, ParameterSource
-from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import OPENVINO as REGISTRY
 
-__all__ = ["REGISTRY", "OpenvinoFamily", "Packed", "Source", "pruning", "token_ids", "write_openvino"]
-
-METHOD = "cdpruner"
+__all__ = ["REGISTRY", "OpenvinoFamily", "Packed", "Source", "token_ids", "write_openvino"]
 
 
 def write_openvino(tree: Path, family: str, source: ParameterSource) -> None:
@@ -33,29 +29,3 @@ def token_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
     from vlmcompress.export.openvino import convert as _convert
 
     return _convert.graph_token_ids(folder, texts)
-
-
-def pruning(reduce: Mapping[str, Any], family: str | None = None) -> dict[str, Any]:
-    """The arguments of `VLMPipeline.generate` for a reducer: `pruning_ratio`, the dropped percentage, and `relevance_weight`.
-
-    Args:
-        reduce: the reducer as in recipes.
-        family: name of the model's family, which is checked as well; None: not checked.
-
-    Raises:
-        UserError: the pipeline does not support this reducer, or pruning in this family.
-    """
-    if reduce.keys() - {"method", "keep"} or reduce["method"] != METHOD:
-        raise UserError(
-            f"OpenVINO GenAI supports only the reducer {METHOD} with no option but keep; use that, or resize:SHARE"
-        )
-    if family and not REGISTRY.get(family).prunes:
-        raise UserError(
-            f"OpenVINO GenAI drops no visual tokens of the family {family}; make images smaller with --reduce resize:SHARE"
-        )
-    percent = 100 * (1 - reduce["keep"])
-    if abs(percent - round(percent)) > 1e-6 or not 1 <= round(percent) <= 99:
-        raise UserError(
-            f"OpenVINO GenAI drops whole percents of the tokens, from 1 to 99; keep {reduce['keep']} is not one; change it"
-        )
-    return {"pruning_ratio": round(percent), "relevance_weight": 0.0}

@@ -156,7 +156,6 @@ class OpenvinoFamily:
         after: text that the pipeline adds after each image.
         axes: number of coordinates of a token's position; with 1, `position_ids` has no dimension for them.
         decoder: the module of the decoder.
-        prunes: whether `VLMPipeline` can drop visual tokens of the family (`pruning_ratio`).
         images: function from the settings of the image processor to those that the pipeline reads.
         fixed_images: settings of the image processor that are fixed in the pipeline.
         settings: function from a reader of parameters to further entries of config.json for the pipeline.
@@ -170,7 +169,6 @@ class OpenvinoFamily:
     suffix: str = ""
     axes: int = 1
     decoder: type[Decoder] = Decoder
-    prunes: bool = False
     images: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     fixed_images: Mapping[str, Any] = field(default_factory=dict)
     settings: Callable[[Callable[[str], Tensor]], Mapping[str, Any]] = lambda read: {}

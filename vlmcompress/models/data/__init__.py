@@ -13,4 +13,5 @@ from vlmcompress.models.data.sources import (
     load_mixed,
     load_samples,
     preview,
+    preview_mixed,
 )

@@ -636,10 +636,30 @@ def load_mixed(
     """
     if text is None:
         return load_samples(source, samples=samples, seed=seed, reading=reading), Samples()
-    if samples < 2:
-        raise UserError(f"calibrate.samples is {samples}; with calibrate.text take at least 2")
-    plain = Reading(skip_bad=reading.skip_bad)
-    pictured = load_samples(source, samples=samples // 2, seed=seed, reading=reading)
-    texts = load_samples(text, samples=samples // 2, seed=seed, text=True, reading=plain)
+    half, plain = _half(samples), Reading(skip_bad=reading.skip_bad)
+    pictured = load_samples(source, samples=half, seed=seed, reading=reading)
+    texts = load_samples(text, samples=half, seed=seed, text=True, reading=plain)
     count = min(len(pictured), len(texts))
     return Samples(pictured[:count], pictured.skipped), Samples(texts[:count], texts.skipped)
+
+
+def preview_mixed(
+    source: str | Path, text: str | Path | None, *, samples: int, seed: int, reading: Reading = PLAIN
+) -> Preview | None:
+    """A look at the samples that `load_mixed` would give; see `preview`."""
+    if text is None:
+        return preview(source, samples=samples, seed=seed, reading=reading)
+    half, plain = _half(samples), Reading(skip_bad=reading.skip_bad)
+    pictured = preview(source, samples=half, seed=seed, reading=reading)
+    texts = preview(text, samples=half, seed=seed, text=True, reading=plain)
+    if pictured is None or texts is None:
+        return None
+    count = min(pictured.count, texts.count)
+    return Preview(2 * count, [*pictured.samples[:count], *texts.samples[:count]], pictured.decoded)
+
+
+def _half(samples: int) -> int:
+    """Samples of each kind, with and without images."""
+    if samples < 2:
+        raise UserError(f"calibrate.samples is {samples}; with calibrate.text take at least 2")
+    return samples // 2

@@ -60,7 +60,7 @@ def search_ranges(
                 stack.enter_context(resident(modules[block], device))
                 outputs = call(modules, block, outputs, samples)
             groups = [
-                [group for group in blocks[block] if isinstance(method.of(group).module, qvlm.Qvlm)] for block in run
+                [group for group in blocks[block] if isinstance(method.of(group).quantizer, qvlm.Qvlm)] for block in run
             ]
             weights = stack.enter_context(_Weights(vlm.model, [group for part in groups for group in part], method))
             chosen |= _descend(modules, run, groups, samples, quantized, outputs, weights, base_options)

@@ -25,6 +25,7 @@ from vlmcompress.quantization import schemes
 from vlmcompress.quantization.schemes import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.registry import SCHEMES
 
 FEW = "experts with few routed tokens were calibrated on other tokens of their layer as well (--all-experts gives all to each)"
 _ROWS = 256  # most rows of a weight in a layer's reported error
@@ -39,10 +40,16 @@ class QuantMethod:
         scale_dtype: dtype of scales in the written format; None: that of the weights.
     """
 
-    module: Quantizer[Any]
+    quantizer: Quantizer[Any]
     options: QuantizerOptions
     others: Mapping[tuple[int, str], QuantMethod] = field(default_factory=dict)
     scale_dtype: torch.dtype | None = None
+
+    @classmethod
+    def named(cls, scheme: str, scale_dtype: torch.dtype | None = None, **options: Any) -> QuantMethod:
+        """The method of a scheme's name; options that are not set are the scheme's defaults."""
+        quantizer = SCHEMES.get(scheme)
+        return cls(quantizer, quantizer.OPTIONS(**options), scale_dtype=scale_dtype)
 
     def of(self, group: Group) -> QuantMethod:
         """The method for a group."""
@@ -51,7 +58,7 @@ class QuantMethod:
     @property
     def needs(self) -> Needs:
         """What the scheme requires from a run, including gradients for its balance, and the statistics of `others`."""
-        needs = self.module.needs(self.options)
+        needs = self.quantizer.needs(self.options)
         gradient = {"gradient"} if self.options.balance == "mbq" else set()
         others = (other.needs.statistics for other in self.others.values())
         return replace(needs, statistics=needs.statistics.union(gradient, *others))
@@ -59,7 +66,7 @@ class QuantMethod:
     @property
     def scheme(self) -> Scheme | None:
         """Number formats of the result, except `others`; None: the weights are not quantized."""
-        return self.module.scheme(self.options)
+        return self.quantizer.scheme(self.options)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -157,7 +164,7 @@ def solve_block(
         group_weights = current(group)
         with naming_layers(group.linears, group_weights):
             searched[group.name] = schemes.smooth(
-                chosen.module, group_weights, stats[group.name], chosen.options, scale_dtype
+                chosen.quantizer, group_weights, stats[group.name], chosen.options, scale_dtype
             )
     smoothing_scales = distributed.merge_dicts({name: smoothing.scale for name, smoothing in searched.items()})
     for group in foldable:
@@ -206,7 +213,7 @@ def _solve_group(
     if stats is not None and "absmax" in stats.needs:
         result.maxima[first] = stats.owners()
     with naming_layers(group.linears, weights):
-        solution = schemes.solve(method.module, weights, stats, method.options, scale_dtype, factorization)
+        solution = schemes.solve(method.quantizer, weights, stats, method.options, scale_dtype, factorization)
     result.warnings += [(what, first, detail) for what, detail in solution.warnings]
     if stats is not None and stats.borrowed:
         others = f"{stats.borrowed} of {sum(stats.count.values())} tokens were not routed to it and count like its own"

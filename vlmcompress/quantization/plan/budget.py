@@ -10,63 +10,35 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from vlmcompress.models import Group, Source
 from vlmcompress.quantization.calibration.solve import QuantMethod
-from vlmcompress.quantization.plan.shape_problems import shape_problems
+from vlmcompress.quantization.plan.plan import Budget
+from vlmcompress.quantization.plan.problems import shape_problems
 from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.allocation import RULES, Key
-from vlmcompress.recipe.bits import DEFAULT, NAMED
+from vlmcompress.recipe.recipe import NAMED_WIDTHS, WIDTHS
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import SCHEMES
 from vlmcompress.utils.tensor_headers import Spec
 from vlmcompress.utils.text import parse_bytes, size
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A budget of bytes and what it can be spent on.
-
-    Attributes:
-        widths: name of a width -> method.
-        sizes: group, or all experts of a block together -> width -> bytes, for the widths that its shapes allow.
-        weights: number of weights in all groups.
-        fixed: bytes of everything else that is written.
-        nbytes: the most bytes that all groups may take together.
-    """
-
-    widths: Mapping[str, QuantMethod]
-    sizes: Mapping[Key, Mapping[str, int]]
-    weights: int
-    fixed: int
-    nbytes: int
-
-    @property
-    def largest(self) -> int:
-        """The most bytes that an allocation within the budget writes."""
-        return self.fixed + min(self.nbytes, sum(max(nbytes.values()) for nbytes in self.sizes.values()))
-
-    def bits(self, nbytes: int) -> float:
-        """Bits per weight of groups that take `nbytes` together."""
-        return 8 * nbytes / self.weights
-
-
 def widths(recipe: Recipe) -> dict[str, QuantMethod]:
     """The widths of a recipe. Raises `UserError` for one that the scheme does not have or the target does not run."""
     assert recipe.bits is not None
     target = targets.get_target(recipe.target) if recipe.target else None
-    among: tuple[int | str, ...] = recipe.bits.among or DEFAULT
+    among: tuple[int | str, ...] = recipe.bits.among or WIDTHS
     if target and not recipe.bits.among:
         # Those that the target runs, and its 8-bit scheme where it runs no 8-bit weights with 16-bit activations.
         among = tuple(
-            bits for bits in DEFAULT if not target.format_problem(targets.format_key(_method(recipe, bits).scheme))
+            bits for bits in WIDTHS if not target.format_problem(targets.format_key(_method(recipe, bits).scheme))
         )
         wide = target.schemes["throughput"]
-        among = among if 8 in among or wide not in NAMED else (*among, wide)
+        among = among if 8 in among or wide not in NAMED_WIDTHS else (*among, wide)
     table = {str(width): _method(recipe, width) for width in among}
     for name, method in table.items():
         if target and (reason := target.format_problem(targets.format_key(method.scheme))):
@@ -82,14 +54,14 @@ def _method(recipe: Recipe, width: int | str) -> QuantMethod:
             schemes = ", ".join(name for name in SCHEMES.names() if SCHEMES.get(name).OPTIONS().bits is not None)
             raise UserError(f"bits: scheme '{recipe.scheme}' has one width only; take one of {schemes}")
         try:
-            return QuantMethod(recipe.method, dataclasses.replace(options, bits=width))
+            return QuantMethod(recipe.quantizer, dataclasses.replace(options, bits=width))
         except ValueError as error:
             raise UserError(f"bits.among has {width}, and scheme '{recipe.scheme}' has not: {error}") from error
-    module = SCHEMES.get("none" if width == "bf16" else width)
-    defaults = module.OPTIONS()
+    quantizer = SCHEMES.get("none" if width == "bf16" else width)
+    defaults = quantizer.OPTIONS()
     if defaults.balance is not None and options.balance is not None:
         defaults = dataclasses.replace(defaults, balance=options.balance)
-    return QuantMethod(module, defaults)
+    return QuantMethod(quantizer, defaults)
 
 
 def budget_of(

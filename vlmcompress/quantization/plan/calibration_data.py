@@ -13,7 +13,7 @@ from vlmcompress.models.data import (
     bundled_data,
     encode,
     encode_usable,
-    preview,
+    preview_mixed,
     video,
 )
 from vlmcompress.models.data.samples import LazyImages
@@ -59,12 +59,7 @@ def preview_data(work: Plan) -> Preview | None:
     if source is None:
         return None
     reading = Reading.of(settings)
-    if settings.text is None:
-        look = preview(source, samples=settings.samples, seed=seed, reading=reading)
-    elif settings.samples < 2:
-        raise UserError(f"calibrate.samples is {settings.samples}; with calibrate.text take at least 2")
-    else:
-        look = _mixed(source, settings.text, settings.samples // 2, seed, reading)
+    look = preview_mixed(source, settings.text, samples=settings.samples, seed=seed, reading=reading)
     if look and (filmed := next((sample for sample in look.samples if sample.videos), None)):
         if work.recipe.reduce:
             video.require_no_videos([filmed])
@@ -112,16 +107,6 @@ def encode_preview(work: Plan, look: Preview) -> str:
         source, reading = Path(str(settings.data)).name, Reading.of(settings)
         usable = encode_usable(look.samples, vlm, source, max_length=settings.max_length, reading=reading)
         return "; ".join([f"{len(usable.samples)} encoded", *skipped_lines(usable.skipped)])
-
-
-def _mixed(source: str | Path, text: str, samples: int, seed: int, reading: Reading) -> Preview | None:
-    """A look at samples with images and as many of text alone, as `data.load_mixed` gives them."""
-    images = preview(source, samples=samples, seed=seed, reading=reading)
-    texts = preview(text, samples=samples, seed=seed, text=True, reading=Reading(skip_bad=reading.skip_bad))
-    if images is None or texts is None:
-        return None
-    count = min(images.count, texts.count)
-    return Preview(2 * count, [*images.samples[:count], *texts.samples[:count]], images.decoded)
 
 
 def data_source(recipe: Recipe, model: Path, needed: str | None) -> str | Path | None:

@@ -1,7 +1,8 @@
 """Check whether a recipe works for a model on a machine in an engine, in seconds, from headers and tables.
 
-`examine` checks everything instead of stopping at the first problem. What vLLM runs on a machine is in `recipe.targets`,
-which engine loads which format in `export.readers`; of machines for other engines only what stands here is known.
+`examine` checks everything instead of stopping at the first problem.
+What vLLM runs on a machine is in `recipe.targets`, which engine loads which format in `export.readers`; of machines for other
+engines only what stands here is known.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from vlmcompress.export import adapter, readers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data import Preview
 from vlmcompress.numerics import label
+from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.calibration_data import encode_preview, preview_data
 from vlmcompress.quantization.plan.kv_cache import kv_cache_check
-from vlmcompress.quantization.plan.plan import Plan, make_plan
+from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.targets import Target
 from vlmcompress.utils import folders

@@ -1,10 +1,10 @@
 """Roofline bounds: no engine is faster than its machine's arithmetic and memory allow.
 
     prefill >= 2 * (multiply-adds of the decoder's linear layers / rate of the format
-                    + (attention + vision tower) / rate of BF16) / devices
+                    + (attention + vision tower) / rate of BF16)
     multiply-adds of a block for n tokens: n * (entries of its linear layers), and of its attention
         2 * (width of the queries) * (pairs of a token and one that it attends to)
-    a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate) / devices
+    a decoding step >= max(bytes of weights and cache that it reads / bandwidth, its arithmetic / rate)
 
 A token meets those experts alone that it is sent to, and a step reads at least as many as one token meets. What a short
 convolution takes is left out: it is small next to the linear layers. The figures are bounds: launches, communication, and
@@ -48,14 +48,6 @@ class Work:
     linear: int
     attention: int
     tower: int
-
-
-@dataclass(frozen=True)
-class Read:
-    """Bytes that every decoding step reads, in the format of the files: `always`, and of experts `routed`, a share each."""
-
-    always: float
-    routed: float
 
 
 def arithmetic_type(scheme: Scheme | None) -> str:
@@ -143,9 +135,14 @@ def _linear(root: nn.Module) -> int:
     return sum(module.weight.numel() for module in root.modules() if isinstance(module, nn.Linear))
 
 
-def bytes_read(model: ServedModel, loaded: int) -> Read:
-    """What of `loaded` bytes of weights, an MTP head's not among them, a decoding step reads: not the tower, nor an embedding
-    that is not the head."""
+def step_bytes(model: ServedModel, loaded: int, sequences: int, cache: float) -> float:
+    """Bytes that a decoding step reads at least: all sequences may meet the same experts. Neither the tower nor an embedding
+    that is not the head is read.
+
+    Args:
+        loaded: bytes of weights, an MTP head's not among them.
+        cache: bytes of one sequence's cache.
+    """
     names = {model.source.names.get(name, name): name for name in model.source.names} if model.source else {}
     tied = bool(models.tied_names(model.meta_model))
     mtp = set(models.mtp_tensors(model.spec, model.stored)) if model.spec else set[str]()
@@ -160,30 +157,24 @@ def bytes_read(model: ServedModel, loaded: int) -> Read:
         decoder += spec.nbytes
         routed += spec.nbytes if _EXPERTS.search(name) else 0
     # What is loaded may be quantized: the source's shares of it are taken for those of the files.
-    left = max(loaded - aside, 0)
-    share = routed / max(decoder, 1)
-    return Read(left * (1 - share), left * share)
+    of_experts = routed / max(decoder, 1)
+    met = model.decoder.active / model.decoder.experts if model.decoder.experts else 1.0
+    return max(loaded - aside, 0) * (1 - of_experts + of_experts * met) + sequences * cache
 
 
-def step_bytes(about: Read, model: ServedModel, sequences: int, cache: float) -> float:
-    """Bytes that a decoding step reads at least: all sequences may meet the same experts. `cache`: bytes of one sequence's."""
-    share = model.decoder.active / model.decoder.experts if model.decoder.experts else 1.0
-    return about.always + about.routed * share + sequences * cache
-
-
-def prefill_seconds(prompt: Work, rates: Mapping[str, float], kind: str, devices: int) -> float | None:
+def prefill_seconds(prompt: Work, rates: Mapping[str, float], kind: str) -> float | None:
     """The bound of a prefill; None where the machine's rates are not known."""
     fast, usual = rates.get(kind), rates.get("bf16")
     if not fast or not usual:
         return None
-    return 2 * (prompt.linear / fast + (prompt.attention + prompt.tower) / usual) / devices / 1e12
+    return 2 * (prompt.linear / fast + (prompt.attention + prompt.tower) / usual) / 1e12
 
 
 def decode_seconds(
-    bytes_read: float, multiply_adds: float, bandwidth: float | None, rate: float | None, devices: int
+    bytes_read: float, multiply_adds: float, bandwidth: float | None, rate: float | None
 ) -> float | None:
     """The bound of one decoding step; None where the bandwidth is not known."""
     if not bandwidth:
         return None
     arithmetic = 2 * multiply_adds / (rate * 1e12) if rate else 0.0
-    return max(bytes_read / (bandwidth * 1e9), arithmetic) / devices
+    return max(bytes_read / (bandwidth * 1e9), arithmetic)

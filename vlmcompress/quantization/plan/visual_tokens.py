@@ -1,4 +1,4 @@
-"""A recipe's reducer of visual tokens in a plan: its problems, what it learns, and its effect on a typical image."""
+"""A recipe's reducer of visual tokens in a plan: what it learns, and its effect on a typical image."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcompress import models
-from vlmcompress.models import Source
 from vlmcompress.quantization.plan import prompt_cost
 from vlmcompress.recipe import Recipe
-from vlmcompress.reduction import block as reducer_block
-from vlmcompress.reduction import scorer_file, support
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.reduction.support import chooses_images
 from vlmcompress.utils.errors import UserError
@@ -88,47 +83,3 @@ def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) 
     after = reduced.visual if reduced else None
     size = "x".join(map(str, TYPICAL))
     return {"image": size, "before": counts.full.visual, "after": after, "text": counts.text}
-
-
-def reduction_problems(recipe: Recipe, source: Source) -> list[str]:
-    """Reasons why the recipe's reducer does not support this model, or the engine does not serve both: a line each."""
-    try:
-        before = reducer_block.read_reducer(source.config)
-    except UserError as error:
-        return [f"{source.path}: {error}"]
-    reasons = _resize_problems(recipe, source)
-    if recipe.reduce is None:
-        if before is None:
-            return reasons
-        carried = scorer_file.carried(before.reducer, source.path)
-        return [*reasons, f"the model carries the reducer {before.reducer}; add --reduce {carried}, or another"]
-    try:
-        support.require_reducer(source.vlm, recipe.reduce)
-        scorer_file.load_scorer(source.vlm.model.config, recipe.reduce)
-    except UserError as error:
-        return [f"reduce {recipe.reduce}: {error}"]
-    if recipe.engine == "vllm":
-        try:
-            support.require_reducer(source.vlm, recipe.reduce, engine="vllm", files=False)
-        except UserError as error:
-            return [*reasons, f"reduce {recipe.reduce}: {error}; or --set engine=transformers"]
-    return reasons
-
-
-def _resize_problems(recipe: Recipe, source: Source) -> list[str]:
-    """The reason why this model's images cannot be resized as in the recipe: a line at most."""
-    resize = recipe.resize
-    if resize is None:
-        return []
-    if reason := resizing.resize_problem(source.spec):
-        return [f"{resize}: {reason}"]
-    try:
-        processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
-        every = resizing.image_settings(source.spec, processor)
-        if len(every) == 1:
-            return [f"{resize}: the processor of {recipe.model} has no setting of fewer tokens"]
-        if resize.settled:
-            resizing.choose_setting(source.spec, processor, resize)
-    except UserError as error:
-        return [str(error)]
-    return []

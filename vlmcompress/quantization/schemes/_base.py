@@ -85,6 +85,9 @@ class Quantizer(ABC, Generic[OptionsT]):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     PREPARED_BY: ClassVar[tuple[str, ...]] = ()
 
+    # `schemes.solve` calls these for each group, in this order: `smooth` (in another pass, as a scale changes the op before),
+    # `prepare`, `quantize_group` with `quantize`, `input_scale`. `sketch` serves predictions of errors, for `bits`.
+
     @abstractmethod
     def scheme(self, options: OptionsT) -> Scheme | None:
         """Number formats of the result; None: weights stay as they are, and `quantize` is never called."""

@@ -11,6 +11,7 @@ prompt, as in generation.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,8 +26,7 @@ from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import ANSWER, VISION, Inputs
 from vlmcompress.models.devices import accelerated
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks import attach
-from vlmcompress.reduction.hooks.prefill import prefill
+from vlmcompress.reduction.hooks import Attachment, attach
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, silent
 
@@ -113,7 +113,39 @@ def reduced(vlm: VLM, samples: Sequence[Inputs], chosen: ReducerChoice, progress
     return _alike(shortened)
 
 
-def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
+class _Reached(Exception):
+    """Raised to end a forward pass at the language model, as only its arguments are needed."""
+
+
+def _prompt(vlm: VLM, attached: Attachment, inputs: Inputs) -> dict[str, Any]:
+    """Run everything before the language model on one prompt of `n` tokens, and return the arguments of that, by name.
+
+    inputs_embeds: `[1, s, d]`, of the `s` tokens that are left.
+    attention_mask: `[1, s]`, ones where attention may look.
+    position_ids: `[1, s]` or, with M-RoPE, `[3 or 4, 1, s]`; those of the full prompt.
+    columns: `[s]` int64, columns of the prompt's tokens that are left, ascending.
+    visual_pos_masks, deepstack_visual_embeds: features for the first layers, in families that have them.
+    """
+    arguments: dict[str, Any] = {}
+
+    def reached(_module: Any, _args: tuple, kwargs: dict[str, Any]) -> None:
+        arguments.update({name: value for name, value in kwargs.items() if value is not None})
+        if attached._new is not None:
+            arguments["columns"] = attached._new.columns[0]
+        raise _Reached
+
+    hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # after the reducer's own hooks
+    try:
+        with contextlib.suppress(_Reached):
+            vlm.model(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    every = torch.arange(arguments["inputs_embeds"].shape[1], device=arguments["inputs_embeds"].device)
+    whole = {"attention_mask": torch.ones_like(every)[None], "position_ids": every[None], "columns": every}
+    return whole | arguments
+
+
+def _one(vlm: VLM, attached: Attachment, batch: Inputs) -> Inputs:
     """Inputs of one sample: the reduced prompt, followed by the answer."""
     modality, ids = batch["modality"], batch["input_ids"]
     length, cut = ids.shape[1], prompt_length(batch["modality"][0])
@@ -124,23 +156,25 @@ def _one(vlm: VLM, attached: Any, batch: Inputs) -> Inputs:
     }
     if (mask := inputs.get("attention_mask")) is not None and not mask.all():
         raise UserError("calibration samples after a reducer must not be padded; encode them one by one")
-    prompt, tail = prefill(vlm, attached, inputs), length - cut
-    if not isinstance(prompt.mask, Tensor) or prompt.mask.ndim != 2:
+    prompt, tail = _prompt(vlm, attached, inputs), length - cut
+    mask, positions, columns = prompt["attention_mask"], prompt["position_ids"], prompt["columns"]
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UserError(
             f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated after a reducer"
             " yet; use a scheme without calibration data"
         )
+    # The answer goes on from the prompt's last position, which no reducer changes.
     answer = ids[:, cut:]
-    after = prompt.positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
+    after = positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
     result = {
-        "input_ids": torch.cat([ids[:, prompt.columns], answer], 1),
-        "inputs_embeds": torch.cat([prompt.embeds, vlm.model.get_input_embeddings()(answer)], 1),
-        "attention_mask": torch.cat([prompt.mask, prompt.mask.new_ones(1, tail)], 1),
-        "position_ids": torch.cat([prompt.positions, after], -1),
-        "modality": torch.cat([modality[:, prompt.columns], modality[:, cut:]], 1),
+        "input_ids": torch.cat([ids[:, columns], answer], 1),
+        "inputs_embeds": torch.cat([prompt["inputs_embeds"], vlm.model.get_input_embeddings()(answer)], 1),
+        "attention_mask": torch.cat([mask, mask.new_ones(1, tail)], 1),
+        "position_ids": torch.cat([positions, after], -1),
+        "modality": torch.cat([modality[:, columns], modality[:, cut:]], 1),
     }
-    if levels := prompt.deepstack.get("deepstack_visual_embeds"):
-        where = prompt.deepstack["visual_pos_masks"]
+    if levels := prompt.get("deepstack_visual_embeds"):
+        where = prompt["visual_pos_masks"]
         result["visual_pos_masks"] = torch.cat([where, where.new_zeros(1, tail)], 1)
         result["deepstack_visual_embeds"] = torch.stack(list(levels))
     return result
@@ -151,6 +185,7 @@ def prompt_length(modality: Tensor) -> int:
     answered = (modality == ANSWER).nonzero().flatten()
     if not len(answered):
         return len(modality)
+    # Answers of several turns are runs of answer tokens; the last run begins after the last gap.
     gaps = (answered.diff() > 1).nonzero().flatten()
     first = int(answered[gaps[-1] + 1] if len(gaps) else answered[0])  # the prompt's last token predicts the answer
     return len(modality) if (modality[first:] == VISION).any() else first + 1

@@ -278,6 +278,16 @@ class Reducer:
     BATCHED: ClassVar[bool] = False
     NO_BETTER_THAN: ClassVar[str | None] = None
 
+    def __post_init__(self) -> None:
+        """Check the options that several methods have."""
+        names = {option.name for option in dataclasses.fields(self)}
+        if "keep" in names:
+            require_keep(self.keep)
+        if "layer" in names:
+            require_whole("layer", self.layer, least=1)
+        if "shallow" in names:
+            require_whole("shallow", self.shallow)
+
     def reduce(self, signals: Signals) -> Reduction:
         """Reduce the tokens of one image; call it by `methods.reduce`, which checks."""
         raise NotImplementedError

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, require_number, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
+SIMILAR = 0.6
+"""The lowest cosine at which `merge: nearest` merges; chosen on the demo models' validation questions."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,17 @@ class SelectingReducer(Reducer):
 
     keep:    share of the tokens.
     merge: `none`: other tokens are dropped, as in the methods' papers. `nearest`: each is averaged into the chosen token with
-        the highest cosine to it if that is at least `similar`, and dropped otherwise.
-    similar: see `merge`; from -1, where none is dropped, to 1. 0.6 was chosen on the demo models' validation questions.
+        the highest cosine to it if that is at least `SIMILAR`, and dropped otherwise.
     """
 
     keep: float = 0.5
     merge: Literal["none", "nearest"] = dataclasses.field(default="none", kw_only=True)
-    similar: float = dataclasses.field(default=0.6, kw_only=True)
 
+    @override
     def __post_init__(self) -> None:
-        require_keep(self.keep)
+        super().__post_init__()
         if self.merge not in ("none", "nearest"):
             raise ValueError(f"merge must be none or nearest, got {str(self.merge)[:40]!r}")
-        require_number("similar", self.similar, -1, 1)
 
     def selected(self, index: Tensor, signals: Signals) -> Reduction:
         """Keep the tokens `index [m]`, in any order; the others are dropped or merged as the options say."""
@@ -51,8 +51,7 @@ class SelectingReducer(Reducer):
         rows = unit(signals.features)
         # [n, m] cosines of all tokens to the kept ones.
         likeness, nearest = (rows @ rows[kept.anchor].T).max(1)
-        # By rounding a cosine may be below -1, the least `similar`, which drops none.
-        parent = torch.where(likeness.clamp(min=-1) >= self.similar, kept.anchor[nearest], -1)
+        parent = torch.where(likeness >= SIMILAR, kept.anchor[nearest], -1)
         # By rounding, a kept token could be nearer to a duplicate than to itself.
         parent[kept.anchor] = kept.anchor
         return Reduction.join(parent, count=len(index))

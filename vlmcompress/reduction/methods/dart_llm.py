@@ -12,21 +12,16 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    require_whole,
-    top,
-)
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top
 from vlmcompress.reduction.methods.dart import select
+
+PIVOTS = 4
+"""Number of pivots of the image, and as many of the text, as published."""
 
 
 @dataclass(frozen=True)
 class DartLLM(Reducer):
-    """`keep`: share of the tokens; `pivots`: of the image, `text_pivots`: of the text; `layer`: number of the decoder block,
-    from 0, whose input is reduced."""
+    """`keep`: share of the tokens; `layer`: number of the decoder block, from 0, whose input is reduced."""
 
     STAGE = "llm"
     NEEDS = frozenset({"features", "keys", "query", "query_keys"})
@@ -34,23 +29,15 @@ class DartLLM(Reducer):
     WHY_NOT = "it drops tokens within the language model, and engines keep one token count for all layers"
 
     keep: float = 0.5
-    pivots: int = 4
-    text_pivots: int = 4
     layer: int = 2
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        require_whole("pivots", self.pivots, least=1)
-        require_whole("text_pivots", self.text_pivots)
-        require_whole("layer", self.layer, least=1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:
         """Keep pivots, the tokens whose keys have the largest L1 norm, in image and text, and image tokens least like them."""
         assert signals.features is not None and signals.query is not None
         assert signals.keys is not None and signals.query_keys is not None
-        lead = top(signals.keys.float().abs().sum(-1), self.pivots)
-        ask = top(signals.query_keys.float().abs().sum(-1), self.text_pivots)
+        lead = top(signals.keys.float().abs().sum(-1), PIVOTS)
+        ask = top(signals.query_keys.float().abs().sum(-1), PIVOTS)
         count = self.budget(signals.grid)
         return Reduction.keep(select(signals.features, signals.query[ask], lead, count), signals.n)
 

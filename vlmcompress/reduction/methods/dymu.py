@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_keep, top
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, top
 from vlmcompress.reduction.methods._tome import join, match
 
 
@@ -41,8 +41,9 @@ class DyMU(Reducer):
     keep: float = 1 / 3
     thresholds: tuple[float, ...] | str | None = None
 
+    @override
     def __post_init__(self) -> None:
-        require_keep(self.keep)
+        super().__post_init__()
         if self.thresholds is not None and not isinstance(self.thresholds, str):
             object.__setattr__(self, "thresholds", tuple(self.thresholds))
             if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in self.thresholds):

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    require_whole,
-    top,
-)
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top
 
 
 @dataclass(frozen=True)
@@ -32,10 +25,6 @@ class FastV(Reducer):
 
     keep: float = 0.5
     layer: int = 2
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        require_whole("layer", self.layer, least=1)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

@@ -41,8 +41,6 @@ from vlmcompress.reduction.methods.coverage import represented
 WAVES = 4
 """Number of frequencies, each twice the one before, whose sines and cosines describe a position besides row and column."""
 PLACE = 2 + 4 * WAVES
-TEMPERATURE = 0.2
-"""Temperature of the softmax by which tokens represent each other, as in `coverage`."""
 FIXED = ("mean", "spread")
 """Tensors of a network that are measured, not trained."""
 
@@ -115,7 +113,7 @@ def choose(values: Tensor, features: Tensor, count: int, cover: float) -> tuple[
     # The highest-scored tokens come first, so that the covering ones do not duplicate them.
     rest = math.floor(cover * count + 0.5)
     best = top(values, count - rest)
-    return best, selecting.cover(represented(features, TEMPERATURE), rest, covered=best)
+    return best, selecting.cover(represented(features), rest, covered=best)
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:

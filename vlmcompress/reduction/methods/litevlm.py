@@ -3,8 +3,8 @@ untrained.
 
 The tokens here are the views (cameras, pages, crops) of one request: the grid is `(views, 1, 1)`, `features` an
 embedding of each, of its name or of a thumbnail, and `query` embeddings of the question in the same space. A view
-scores its best cosine to the question, plus `lexical` times its entry of `saliency`, how well its name matches the
-question's words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
+scores its best cosine to the question, plus its entry of `saliency`, how well its name matches the question's
+words (`matches`). The paper trains a small text encoder on a fixed rig of cameras for the first part; this
 needs no training and claims none of its results. At least one view stays. Runs before the encoder; a dropped view still has
 one token, which engines need. Questions about the whole scene suffer. Views without names score the same, and then the first
 ones stay.
@@ -20,23 +20,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, require_number, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top, unit
 
 
 @dataclass(frozen=True)
 class LiteVLM(Reducer):
-    """`keep`: share of the views; `lexical`: added to the cosine for a name that matches completely."""
+    """`keep`: share of the views."""
 
     STAGE = "pixels"
     NEEDS = frozenset({"features", "query"})
     NO_BETTER_THAN = "random"
 
     keep: float = 0.5
-    lexical: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        require_number("lexical", self.lexical, 0, 1e6)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:
@@ -47,7 +42,7 @@ class LiteVLM(Reducer):
             # [views, words] cosines; a view is as relevant as its best word.
             scores = (unit(signals.features) @ unit(signals.query.to(signals.features.device)).T).amax(1)
         if signals.saliency is not None:
-            scores = scores + self.lexical * signals.saliency.to(scores)
+            scores = scores + signals.saliency.to(scores)
         return Reduction.keep(top(scores, self.budget(signals.grid)), signals.n)
 
 

@@ -1,7 +1,7 @@
 """PEVLM: blocks of a long video that do not attend to each other, for parallel prefill (arXiv 2506.19651).
 
 It does not reduce tokens: all stay, at their original positions, and `mask` restricts attention. The text before the images
-and the first frames form a sink that all tokens see; a block of frames sees the sink and itself; the question at the end sees
+and the first frame form a sink that all tokens see; a block of frames sees the sink and itself; the question at the end sees
 everything; all causally. Attention on the blocks then costs `t / frames` times less; the cache is not smaller. With a single
 block it equals full attention.
 """
@@ -21,18 +21,17 @@ from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signal
 
 @dataclass(frozen=True)
 class PEVLM(Reducer):
-    """`sink`: number of frames that all tokens see; `frames`: number of frames in a block."""
+    """`frames`: number of frames in a block."""
 
     STAGE = "llm"
     RESTRICTS = True
     SERVED = False
     WHY_NOT = "its block-sparse attention needs a kernel that engines do not have"
 
-    sink: int = 1
     frames: int = 8
 
+    @override
     def __post_init__(self) -> None:
-        require_whole("sink", self.sink)
         require_whole("frames", self.frames, least=1)
 
     @override
@@ -54,9 +53,8 @@ class PEVLM(Reducer):
             length: length of the sequence; the text after the last image is the question.
         """
         ends = [first + tokens for first, tokens in images]
-        sink = min(self.sink, len(ends))
-        edges = [0, ends[sink - 1] if sink else images[0][0]]
-        edges += [ends[min(start + self.frames, len(ends)) - 1] for start in range(sink, len(ends), self.frames)]
+        edges = [0, ends[0]]
+        edges += [ends[min(start + self.frames, len(ends)) - 1] for start in range(1, len(ends), self.frames)]
         return [end - start for start, end in zip(edges, [*edges[1:], length], strict=True)]
 
 

@@ -26,6 +26,7 @@ class Pool(Reducer):
 
     window: str = "2x2"
 
+    @override
     def __post_init__(self) -> None:
         if not isinstance(self.window, str) or not re.fullmatch(r"[1-9][0-9]?x[1-9][0-9]?", self.window):
             raise ValueError(f"window must be rows and columns, like 2x2, got {str(self.window)[:40]!r}")

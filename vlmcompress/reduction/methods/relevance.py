@@ -3,7 +3,7 @@ method.
 
 The image is cut into regions of 4 x 4 tokens, each shown at one of four levels: background, 1 token; low, 4 means of
 2 x 2; medium, 8 means of two neighbours; high, all 16 tokens. All start as background, and the budget is spent step by step on
-the region whose next level has the highest value per token, where the value is exp(sharpness * relevance). A token's relevance
+the region whose next level has the highest value per token, where the value is exp(SHARPNESS * relevance). A token's relevance
 is its highest cosine with a token of the question; a region's relevance is that of its most relevant token, scaled to 0...1
 over the image. If the budget does not cover the last step, only the region's first rows get the new level, so the count is
 exact. With fewer tokens than regions, the least relevant regions are dropped.
@@ -21,35 +21,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Grid,
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    require_number,
-    top,
-    unit,
-)
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, top, unit
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
+SHARPNESS = 3.0
+"""The most relevant region has exp(SHARPNESS) times the value of the least relevant one."""
 
 
 @dataclass(frozen=True)
 class Relevance(Reducer):
-    """`keep`: share of the tokens; `sharpness`: the most relevant region has exp(sharpness) times the value of the least
-    relevant one."""
+    """`keep`: share of the tokens."""
 
     STAGE = "projected"
     NEEDS = frozenset({"features", "query"})
     NO_BETTER_THAN = "random"
 
     keep: float = 0.5
-    sharpness: float = 3.0
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        require_number("sharpness", self.sharpness, 0, 100)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:
@@ -59,7 +46,7 @@ class Relevance(Reducer):
             table.to(signals.device, non_blocking=True)
             for table in (steps.cells, steps.place, steps.rank, steps.region, steps.size, steps.widest)
         )
-        scores = _scores(signals, cells[0], steps.regions, self.sharpness)
+        scores = _scores(signals, cells[0], steps.regions)
         if count <= steps.regions:
             refined = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, top(scores, count), True)
             return _joined(torch.where(refined[cells[0]], cells[0], -1), count)
@@ -117,8 +104,8 @@ def _steps(grid: Grid) -> _Steps:
     return _Steps(regions, torch.stack(cells), place, rank, *table.unbind(1))
 
 
-def _scores(signals: Signals, regions: Tensor, number: int, sharpness: float) -> Tensor:
-    """The value of each of `number` regions, from 1 to exp(sharpness), `[number]` float64."""
+def _scores(signals: Signals, regions: Tensor, number: int) -> Tensor:
+    """The value of each of `number` regions, from 1 to exp(SHARPNESS), `[number]` float64."""
     assert signals.features is not None and signals.query is not None
     if len(signals.query) == 0:
         return torch.ones(number, dtype=torch.float64, device=regions.device)
@@ -127,7 +114,7 @@ def _scores(signals: Signals, regions: Tensor, number: int, sharpness: float) ->
     best = best.scatter_reduce(0, regions, match, "amax")
     # Scaled to 0...1 over the image, as the range of cosines differs between models.
     low, high = best.amin(), best.amax()
-    return (sharpness * (best - low) / torch.where(high > low, high - low, 1.0)).exp()
+    return (SHARPNESS * (best - low) / torch.where(high > low, high - low, 1.0)).exp()
 
 
 def _cells(grid: Grid, rows: int, columns: int) -> Tensor:

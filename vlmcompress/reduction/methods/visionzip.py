@@ -4,10 +4,9 @@ The dominant tokens are those with the highest `saliency` (attention from CLS, i
 encoders without CLS: the mean over all tokens). Of the rest, every s-th is a target, s = max(1, rest // contextual),
 and each other one goes to the target with the most similar key (mean over heads, cosine).
 
-As published a contextual token is *target + mean of those that went to it*: a sum of two, about twice as long as a
-token (`merge: sum`); `merge: mean` averages the two, which keeps the scale. Deviations: outputs are in raster order
-where the published code appends the contextual ones, and CLS itself, which has no position in the grid, is not kept, so that
-one more patch is.
+As published a contextual token is *target + mean of those that went to it*: a sum of two, about twice as long as a token.
+Deviations: outputs are in raster order where the published code appends the contextual ones, and CLS itself, which has no
+position in the grid, is not kept, so that one more patch is.
 """
 
 from __future__ import annotations
@@ -18,29 +17,21 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, require_keep, top, unit
+from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top, unit
+
+CONTEXTUAL = 10 / 64
+"""Share of merged tokens among the kept ones, as published."""
 
 
 @dataclass(frozen=True)
 class VisionZip(Reducer):
-    """`keep`: share of the tokens; `contextual`: share of merged ones among the kept tokens (10 of 64); `merge`: "sum" or
-    "mean"."""
+    """`keep`: share of the tokens."""
 
     STAGE = "encoder"
     NEEDS = frozenset({"saliency", "keys", "heads"})
     NO_BETTER_THAN = "random"
 
     keep: float = 1 / 3
-    contextual: float = 10 / 64
-    merge: str = "sum"
-
-    def __post_init__(self) -> None:
-        require_keep(self.keep)
-        number = isinstance(self.contextual, int | float) and not isinstance(self.contextual, bool)
-        if not number or not 0 <= self.contextual < 1:
-            raise ValueError(f"contextual must be a number of at least 0 and below 1, got {self.contextual!r}")
-        if self.merge not in ("sum", "mean"):
-            raise ValueError(f"merge must be 'sum' or 'mean', got {self.merge!r}")
 
     @override
     def reduce(self, signals: Signals) -> Reduction:
@@ -48,7 +39,7 @@ class VisionZip(Reducer):
         assert signals.saliency is not None and signals.keys is not None and signals.heads is not None
         n, device = signals.n, signals.saliency.device
         count = self.budget(signals.grid)
-        contextual = min(math.floor(self.contextual * count + 0.5), count - 1)
+        contextual = min(math.floor(CONTEXTUAL * count + 0.5), count - 1)
         # Dominant tokens: the most attended ones.
         dominant = torch.zeros(n, dtype=torch.bool, device=device)
         dominant[top(signals.saliency, count - contextual)] = True
@@ -67,8 +58,7 @@ class VisionZip(Reducer):
         guests = joined.sizes - 1
         weight = 1 / guests[joined.target].clamp(min=1)  # a target and the mean of its merged tokens have equal weight
         weight.index_fill_(0, joined.anchor, 1.0)
-        scale = None if self.merge == "mean" else torch.where(guests > 0, 2.0, 1.0)
-        return replace(joined, weight=weight, scale=scale)
+        return replace(joined, weight=weight, scale=torch.where(guests > 0, 2.0, 1.0))
 
 
 REDUCER = VisionZip()

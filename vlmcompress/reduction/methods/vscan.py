@@ -25,16 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import (
-    Grid,
-    Reducer,
-    Reduction,
-    Signals,
-    require_keep,
-    require_whole,
-    top,
-    unit,
-)
+from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_whole, top, unit
 
 
 @dataclass(frozen=True)
@@ -50,10 +41,10 @@ class VScan(Reducer):
     window: int = 6
     shallow: int = 5
 
+    @override
     def __post_init__(self) -> None:
-        require_keep(self.keep)
+        super().__post_init__()
         require_whole("window", self.window, least=1)
-        require_whole("shallow", self.shallow)
 
     @override
     def reduce(self, signals: Signals) -> Reduction:

@@ -72,7 +72,7 @@ def recovered(world: Path, folder: Path) -> Any:
 
 def learned(world: Path, folder: Path) -> Any:
     chosen = training_recipe(world, folder / "scorer.safetensors", scheme="none")
-    return learn_reducer(chosen, ScorerTraining(keep=0.5, hidden=8, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
+    return learn_reducer(chosen, ScorerTraining(keep=0.5, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
 
 
 def drafted(world: Path, folder: Path) -> Any:

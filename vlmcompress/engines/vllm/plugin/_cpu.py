@@ -157,7 +157,7 @@ def fp8_kernel() -> Any:
     from vllm.logger import init_logger
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import TorchFP8ScaledMMLinearKernel
 
-    # The name contains "Kernel", as vLLM logs it and `scripts/gpu/engine/probe.py` searches for that word.
+    # The name contains "Kernel", as vLLM logs it and `scripts/gpu/engine.py` searches for that word.
     class Fp8In16BitsLinearKernel(TorchFP8ScaledMMLinearKernel):
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:

@@ -49,6 +49,7 @@ def rotated_heads(heads: str, width: Value = head_size) -> Order:
 
     def order(facts: ModelFacts) -> list[int]:
         size = width(facts)
+        # Channels c and c + size / 2, which transformers rotates as a pair, become neighbours.
         pairs = [channel for pair in range(size // 2) for channel in (pair, pair + size // 2)]
         return [head * size + channel for head in range(at(heads)(facts)) for channel in pairs]
 
@@ -84,7 +85,7 @@ def decoder(
         ("mlp.down_proj", "ffn_down", None),
     )
     rules = [TensorRule(f"{block}{old}.weight", f"{target}{new}.weight", rows=rows) for old, new, rows in linears]
-    if biases:
+    if biases:  # of q, k and v
         rules += [TensorRule(f"{block}{old}.bias", f"{target}{new}.bias", rows=rows) for old, new, rows in linears[:3]]
     rules += [
         TensorRule(f"{block}{old}.weight", f"{target}{new}.weight", add=norm_offset) for old, new in norms.items()

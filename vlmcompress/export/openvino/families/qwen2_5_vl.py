@@ -45,4 +45,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, prunes=True, problems=problems)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, problems=problems)

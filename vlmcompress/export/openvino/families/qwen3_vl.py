@@ -67,4 +67,4 @@ def tower(model: Any) -> dict[str, Graph]:
     }
 
 
-FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, decoder=Qwen3Decoder, prunes=True, problems=problems)
+FAMILY = OpenvinoFamily(tower, IMAGE, axes=3, decoder=Qwen3Decoder, problems=problems)

@@ -12,9 +12,8 @@ from tests.kit import made_manifest
 from tests.kit.command_line import loud  # noqa: F401
 from tests.kit.places import DEMO_LLAVA
 from vlmcompress import cli
-from vlmcompress.evaluation.doctor import layer_errors
-from vlmcompress.evaluation.doctor.layer_errors import LayerErrors
 from vlmcompress.evaluation.report import layers
+from vlmcompress.evaluation.report.layers import LayerErrors
 from vlmcompress.export import manifest
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
@@ -61,26 +60,16 @@ def test_layer_errors_are_the_measured_ones(tmp_path, capfd):
     """Means, geometric means and counts, worst layer first."""
     before = made(tmp_path / "before", {A: {"text": 0.01, "vision": 0.04}, B: {"text": 0.02, "vision": 0.01}})
     after = made(tmp_path / "after", {A: {"text": 0.02, "vision": 0.01}, B: {"text": 0.08, "vision": 0.0}})
-    figures = report(capfd, before)
-    assert figures["summary"]["text"] == {
-        "mean": 0.015,
-        "median": 0.015,
-        "worst": {"layer": B, "error": 0.02},
-        "layers": 2,
-    }
+    (about,) = (figures := report(capfd, before))["checkpoints"]
+    assert about["mean"] == {"text": 0.015, "vision": 0.025}
     assert [row["layer"] for row in figures["layers"]] == [A, B]
     two = report(capfd, before, after)
     assert [row["layer"] for row in two["layers"]] == [B, A]
     text, vision = two["change"]["text"], two["change"]["vision"]
     assert text["ratio"] == pytest.approx(geometric_mean([2, 4])) and (text["better"], text["worse"]) == (0, 2)
-    assert vision["ratio"] == pytest.approx(0.25) and (vision["better"], vision["worse"]) == (
-        2,
-        0,
-    )  # zero has no factor
+    # an error of zero has no factor
+    assert vision["ratio"] == pytest.approx(0.25) and (vision["better"], vision["worse"]) == (2, 0)
     assert (vision["before"], vision["after"]) == (pytest.approx(0.025), pytest.approx(0.005))
-    assert cli.main(["report", "--errors", str(before), str(after), "--top", "1"]) == 0
-    output = capfd.readouterr().out
-    assert "worst 1 of 2 layers" in output and "gained" in output and "lost" in output and A not in output
 
 
 def test_the_effect_of_a_balance_is_shown(checkpoints, capfd):
@@ -88,8 +77,8 @@ def test_the_effect_of_a_balance_is_shown(checkpoints, capfd):
     _, off, ratio = checkpoints
     figures = report(capfd, off, ratio)
     recorded = [json.loads((folder / manifest.MANIFEST).read_text())["errors"] for folder in (off, ratio)]
-    assert {row["layer"]: row["error"] for row in figures["layers"]} == recorded[0]
-    assert {row["layer"]: row["other"] for row in figures["layers"]} == recorded[1]
+    for number, errors in enumerate(recorded):
+        assert {row["layer"]: row["errors"][number] for row in figures["layers"]} == errors
     assert figures["change"]["answer"]["ratio"] < 0.8 < 1.2 < figures["change"]["vision"]["ratio"]
     assert figures["differences"] == []
 
@@ -117,17 +106,17 @@ def test_different_measurements_are_distinguished(tmp_path, capfd):
 
 def test_nothing_in_common(tmp_path):
     first, other = (
-        layer_errors.read_errors(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
+        layers.read_errors(made(tmp_path / name, {layer: {"text": 0.1}})) for name, layer in (("a", A), ("b", B))
     )
     with pytest.raises(UserError, match="no quantized layer in common"):
-        layer_errors.compare_errors(first, other)
+        layers.compare_errors(first, other)
 
 
 def test_errors_of_zero_have_no_factor() -> None:
     """A layer that was exact before, and one that only one checkpoint has, are without a ratio."""
     first = LayerErrors("a", {"exact": {"text": 0.0}, "same": {"text": 0.02}, "gone": {"text": 0.01}})
     other = LayerErrors("b", {"exact": {"text": 0.01}, "same": {"text": 0.01}})
-    text = layers.layers_text(first, other, 0)
-    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in text.split("\n\n")[1].splitlines()[1:]}
+    lines = layers.errors_text(first, other).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[3:] if line.startswith("  ")}
     assert rows["exact"].endswith("-> 1.00%") and rows["gone"].endswith("-> -")
-    assert rows["same"] == "2.00% -> 1.00% (0.50x)"
+    assert rows["same"] == "2.00% -> 1.00% (0.50x)" and rows["better,"].endswith("1, 1")

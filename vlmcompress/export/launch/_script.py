@@ -1,14 +1,11 @@
-"""The text of launch files: shell scripts with one flag per line and a head that locates the checkpoint, and YAML."""
+"""Shell scripts that start a server: one flag per line, with a head that locates the checkpoint."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
-import yaml
-
-HEAD = """#!/bin/sh
+_HEAD = """#!/bin/sh
 # {title}
 # Written by vlmcompress; edit it freely. HOST, PORT and MODEL may be set; further flags are passed on and take precedence.
 set -eu
@@ -18,7 +15,7 @@ MODEL="${{MODEL:-$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)}}"
 
 def script(title: str, *lines: str) -> str:
     """A whole script: the head with `title`, then the lines."""
-    return HEAD.format(title=title) + "\n".join(lines) + "\n"
+    return _HEAD.format(title=title) + "\n".join(lines) + "\n"
 
 
 def execute(command: str, flags: Sequence[str], *raw: str) -> str:
@@ -42,15 +39,3 @@ def address(port: int, prefix: str = "--") -> str:
     """Flags of host and port, which the shell expands: this machine only, unless HOST says otherwise."""
     host = "--host" if prefix == "--" else f"{prefix}name"
     return f'{host} "${{HOST:-127.0.0.1}}" {prefix}port "${{PORT:-{port}}}"'
-
-
-class _Plain(yaml.SafeDumper):
-    """Write no aliases for repeated values, as not every reader of manifests supports them."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def documents(*values: Any) -> str:
-    """YAML documents, keys in their order."""
-    return yaml.dump_all(values, Dumper=_Plain, sort_keys=False)
