@@ -60,7 +60,7 @@ def test_every_tile_has_its_own_count(tmp_path):
         reducer = thresholds.learn_thresholds(vlm, batches, parse_reducer("dymu:0.6"))
         counter = thresholds.counter(vlm, batches, reducer)
         steep = dataclasses.replace(counter, margin=0.0, weights=tuple(20 * weight for weight in counter.weights))
-        tiles = [tile for inputs in batches for tile in thresholds.pictures(vlm, inputs)]
+        tiles = [tile for inputs in batches for tile in thresholds.pictures(inputs)]
         assert len({steep.count(tile) for tile in tiles}) > 2
         references.append(cases.reference(vlm, reducer, requests, TOKENS, steep))
         folder = cases.reduced(source, tmp_path / f"{family}-model", reducer, steep)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmcompress import models
 from vlmcompress.cli import _flags, _process
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, OK, Outcome, checks_text, plan_data, plan_text
 from vlmcompress.export import readers
+from vlmcompress.reduction import support as reducer_support
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
+from vlmcompress.utils.messages import Check
+from vlmcompress.utils.registry import LLAMACPP, OPENVINO, REDUCERS
 from vlmcompress.utils.text import parse_pixels, table
 from vlmcompress.utils.text import size as size_text
 
 if TYPE_CHECKING:
     from vlmcompress.quantization.plan.plan import Plan
     from vlmcompress.recipe import Recipe
-    from vlmcompress.utils.messages import Check
 
 GROUP = "look first"
 PLACE = 11
@@ -89,8 +93,6 @@ def run(args: argparse.Namespace) -> Outcome:
 def _support(model: str) -> Outcome:
     """Say whether the model is supported, and where; exit code 2 if it can't be quantized."""
     _flags.read_model_config(model, family=False)
-    from vlmcompress.quantization.plan.examine import model_support
-
     results = model_support(hub.local(model, weights="none"))
     fine = results[0].ok
     rows = [("yes" if finding.ok else "no", finding.name, finding.detail) for finding in results]
@@ -98,11 +100,62 @@ def _support(model: str) -> Outcome:
     return OK if fine else BAD_INPUT, data, f"{hub.display_path(model)}\n{table(rows)}"
 
 
+def model_support(path: str | Path) -> list[Check]:
+    """What can be quantized, which reducers work, and which engines load the model; `ok` is False where nothing does."""
+    config = models.read_config(path, weights=False)
+    spec, reason = None, ""
+    try:
+        spec = models.spec_for(config)
+        models.require_unquantized(path, config)
+    except UserError as error:
+        reason = str(error)
+    quantize = Check("quantize", not reason, reason or _model_parts(spec))
+    return [quantize, _model_reducers(spec), _model_engines(spec, config)]
+
+
+def _model_parts(spec: models.ModelSpec | None) -> str:
+    assert spec is not None
+    lacking = {
+        "vision tower": not spec.vision_groups,
+        "output head": spec.engine.head_shares,
+        "token embedding": spec.engine.head_shares or spec.engine.embedding_whole,
+    }
+    parts = ", ".join(["decoder", *(part for part, missing in lacking.items() if not missing)])
+    kept = " and ".join(part for part, missing in lacking.items() if missing)
+    return f"family {spec.family}: {parts}{f'; in 16 bits: {kept}' if kept else ''}"
+
+
+def _model_reducers(spec: models.ModelSpec | None) -> Check:
+    """Methods that vLLM serves, and those that transformers runs alone."""
+    attached = [name for name in REDUCERS.names() if spec and reducer_support.family_problem(spec, name) is None]
+    served = [name for name in attached if spec and spec.family in reducer_support.served(name)]
+    alone = [name for name in attached if name not in served]
+    lines = {"vLLM and transformers": served, "transformers": alone}
+    text = "; ".join(f"in {where}: {', '.join(names)}" for where, names in lines.items() if names)
+    return Check("reduce", bool(text), text or "by no method")
+
+
+def _model_engines(spec: models.ModelSpec | None, config: Mapping[str, Any]) -> Check:
+    """Engines that have the model's class, with the formats that they read."""
+    has = {
+        "vllm": spec is not None or models.has_engine_class(config),
+        "transformers": models.has_transformers_class(config),
+        "llamacpp": spec is not None and spec.family in LLAMACPP.names(),
+        "openvino": spec is not None and spec.family in OPENVINO.names(),
+    }
+    names = config.get("architectures")
+    architectures = frozenset(names if isinstance(names, list) else ())
+    titles = []
+    for name, row in readers.ENGINES.items():
+        if has.get(name, bool(row.architectures and row.architectures & architectures)):
+            formats = [key for key, cell in row.formats.items() if isinstance(cell, readers.Cell)]
+            titles.append(f"{row.title} ({', '.join(formats)})")
+    return Check("engines", bool(titles), ", ".join(titles) or "none")
+
+
 def _devices(recipe: Recipe, plan: Plan | None, tp: int) -> Check:
     """Check whether vLLM can split the model in the recipe's format over `tp` devices. `plan`: None: no weights to read."""
-    from vlmcompress import models
     from vlmcompress.quantization.plan import make_plan
-    from vlmcompress.utils.messages import Check
     from vlmcompress.utils.model_folder import has_weights
 
     try:

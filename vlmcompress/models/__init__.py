@@ -14,9 +14,11 @@ from vlmcompress.models._read import (
     REGISTRY,
     all_specs,
     asides,
+    block_side,
     checkpoint_bytes,
     family_of,
     mixture,
+    patch_side,
     quantization_block,
     quantization_method,
     read_config,
@@ -28,6 +30,7 @@ from vlmcompress.models._read import (
     spec_for,
     stored_tensors,
     tensor_headers,
+    tile_grid,
 )
 from vlmcompress.models._requirements import UNSUPPORTED, has_engine_class, has_transformers_class
 from vlmcompress.models._spec import HEAD, Group, LinearGroup, MlxClass, ModelSpec, MtpHead
@@ -69,9 +72,6 @@ if TYPE_CHECKING:
         written_names,
     )
     from vlmcompress.models._placeholders import (
-        block_side,
-        patch_side,
-        tile_grid,
         visual_features,
         visual_shape,
         wrong_settings,

@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.models._images import side_length
 from vlmcompress.models._modules import tower_blocks
-from vlmcompress.models._read import spec_for
 
 if TYPE_CHECKING:
     from vlmcompress.models._source import VLM
@@ -160,21 +158,3 @@ def _file(folder: Path, key: str) -> str:
     if not key.startswith("image_processor."):
         return names[0] if whole else f"{names[0]} (a new file)"
     return names[1] if images or not whole else f"{names[0]}, below image_processor,"
-
-
-def patch_side(config: Any) -> int:
-    """The side of a patch, in pixels."""
-    return side_length(config.vision_config.patch_size)
-
-
-def block_side(config: Any) -> int:
-    """Side of the square of patches that form one token (`Images.token_side`); 1 if a patch is a token."""
-    token_side = spec_for({"model_type": config.model_type}).images.token_side
-    return token_side(config) if token_side else 1
-
-
-def tile_grid(config: Any) -> tuple[int, int, int]:
-    """The grid of one tile, or of an image where all have one size, after the pixel shuffle or the pooling."""
-    size, unit = config.vision_config.image_size, patch_side(config) * block_side(config)
-    rows, columns = size if isinstance(size, list | tuple) else (size, size)
-    return (1, rows // unit, columns // unit)

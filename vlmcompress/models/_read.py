@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmcompress.models._images import side_length
 from vlmcompress.models._requirements import (
     has_experts,
     in_transformers,
@@ -319,3 +320,21 @@ def _is_fused(entry: Entry, spec: ModelSpec) -> bool:
     parent, _, leaf = entry.name.rpartition(".")
     inside = spec.experts is not None and re.search(rf"\.\d+\.{re.escape(spec.experts)}$", parent)
     return bool(inside) and leaf in ("gate_up_proj", "down_proj") and not parent.startswith("mtp.")
+
+
+def patch_side(config: Any) -> int:
+    """The side of a patch, in pixels."""
+    return side_length(config.vision_config.patch_size)
+
+
+def block_side(config: Any) -> int:
+    """Side of the square of patches that form one token (`Images.token_side`); 1 if a patch is a token."""
+    token_side = spec_for({"model_type": config.model_type}).images.token_side
+    return token_side(config) if token_side else 1
+
+
+def tile_grid(config: Any) -> tuple[int, int, int]:
+    """The grid of one tile, or of an image where all have one size, after the pixel shuffle or the pooling."""
+    size, unit = config.vision_config.image_size, patch_side(config) * block_side(config)
+    rows, columns = size if isinstance(size, list | tuple) else (size, size)
+    return (1, rows // unit, columns // unit)

@@ -153,8 +153,8 @@ class Tower:
 
     Attributes:
         cls: model type of the tower if it has a CLS token and blocks whose `self_attn` gives its attention; else None.
-        units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or a mean of
-            rows where tiles are scaled down after the tower (`resized`).
+        units: source of a visual token: one row of the tower's output (`patch`), the rows of a square (`block`), or of tiles
+            that are put together after the tower, cropped or scaled down (`packed`).
         whole: whether every device holds the whole tower, as when vLLM runs transformers' module; otherwise layers are split.
         joint: names within a block of the attention and of the norm after it, between which rows can be merged, in
             transformers and in vLLM; None if tokens cannot be merged in the tower.
@@ -165,7 +165,7 @@ class Tower:
     """
 
     cls: str | None = None
-    units: Literal["patch", "block", "resized"] = "block"
+    units: Literal["patch", "block", "packed"] = "block"
     whole: bool = False
     joint: tuple[str, str] | None = None
     merging: tuple[tuple[str, str], ...] = ()

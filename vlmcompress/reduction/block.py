@@ -69,7 +69,11 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
         )
     if len(marked) != len(names) or not marked:
         raise UserError(f"{_WHERE} is there but architectures is {names!r}, which serves all tokens; export it again")
-    _require_schema(block)
+    schema = block.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise UserError(f"{_WHERE}.schema is {schema!r}, should be {SCHEMA}; export it again")
+    if schema > SCHEMA:
+        raise UserError(f"{_WHERE}.schema is {schema}, this vlmcompress reads up to {SCHEMA}; upgrade it")
     if odd := sorted((block.keys() ^ _REQUIRED) - _OPTIONAL, key=str):
         raise UserError(f"{_WHERE}: '{odd[0]}' is {'unknown' if odd[0] in block else 'missing'}; export it again")
     if block["model_type"] != config.get("model_type"):
@@ -94,11 +98,3 @@ def _require_thresholds(reducer: ReducerChoice, where: str, remedy: str) -> None
     """Raise UserError for a reducer without its learned thresholds."""
     if reducer.reducer.LEARNS and not reducer.has_thresholds:
         raise UserError(f"{where} has no thresholds, which '{reducer.method}' needs; {remedy}")
-
-
-def _require_schema(block: Mapping[str, Any]) -> None:
-    schema = block.get("schema")
-    if type(schema) is not int or schema < 1:
-        raise UserError(f"{_WHERE}.schema is {schema!r}, should be {SCHEMA}; export it again")
-    if schema > SCHEMA:
-        raise UserError(f"{_WHERE}.schema is {schema}, this vlmcompress reads up to {SCHEMA}; upgrade it")

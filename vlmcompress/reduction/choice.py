@@ -123,7 +123,8 @@ class ReducerChoice:
         default = type(self.reducer)()
         settings = {name: value for name, value in self.reducer.settings().items() if name not in ("keep", "sha256")}
         parts = [] if self.reducer.keep is None else [_share(self.reducer.keep)]
-        parts += [f"{name}={_yaml_text(value)}" for name, value in settings.items() if value != getattr(default, name)]
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        parts += [f"{name}={texts[name]}" for name, value in settings.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
@@ -312,7 +313,3 @@ def _share(keep: float) -> str:
     close = Fraction(keep).limit_denominator(100)
     fraction = f"{close.numerator}/{close.denominator}"
     return next((text for text in (f"{keep:g}", fraction) if float(Fraction(text)) == keep), repr(keep))
-
-
-def _yaml_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -26,7 +26,7 @@ PREFIX = "Vlmcompress"
 _INSTEAD = "use a method of stage 'projected', for example divprune"
 _MIXED = {
     "block": "which is built for pictures of one size, and those of {family} have any",
-    "resized": "and in {family} tiles are resized after the encoder, which mixes patches",
+    "packed": "and in {family} tiles are put together after the encoder, where patches are cut off",
 }
 
 

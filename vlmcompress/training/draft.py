@@ -267,11 +267,7 @@ def _facts(
         "vocabulary": draft_data.shape.vocabulary,
         "parameters": sum(tensor.numel() for tensor in best.values()),
         "training": asdict(training) | {"seed": recipe.seed},
-        "samples": {
-            "source": Path(data.source).name,
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-        },
+        "samples": {"source": Path(data.source).name, **data.counts},
         "held_out_kl": {"before": log.first, "after": log.best},
         "acceptance": _acceptance(shares),
         "steps": log.step,

@@ -111,8 +111,7 @@ def learn_reducer(
             settings = teacher_cache.training_settings("learn-reducer", recipe, training, samples, {})
         with distributed.process_group():
             work.begin(settings)
-            taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
-            vlm, data = taught.vlm, taught.data
+            vlm, data, origin = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
             vlm.model.requires_grad_(False)
             with phase("training"), torch.inference_mode(False):
                 batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
@@ -130,12 +129,7 @@ def learn_reducer(
             "keep": training.keep,
             "to": training.to,
             "training": asdict(training) | {"seed": recipe.seed},
-            "samples": {
-                "source": taught.origin["source"],
-                "trained_on": len(data.samples) - data.held_out,
-                "held_out": data.held_out,
-                "answers_of_the_teacher": data.written,
-            },
+            "samples": {"source": origin["source"], **data.counts},
             "held_out_kl": {"untrained": log.first, "learned": log.best, **others, "unit": "nats per answer token"},
             "steps": log.step,
             "best_step": log.best_step,

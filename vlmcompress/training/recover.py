@@ -86,11 +86,9 @@ def _recovered(
         settings = teacher_cache.training_settings("recover", recipe, training, samples, particulars)
     with distributed.process_group():
         work.begin(settings)
-        taught = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
-        data = taught.data
+        vlm, data, origin = teacher_cache.cache_teacher(recipe, source, samples, work, progress)
         with phase("reducer"), distributed.shared_errors():
             # reducer and resize are fitted to the samples, as in `quantize`
-            vlm = taught.vlm
             resize = fit_resize(recipe.resize, vlm, data.samples)
             vlm = resizing.resized(vlm, resize) if resize else vlm
             batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
@@ -105,7 +103,7 @@ def _recovered(
             outcome = train_student(vlm, names, batches, data.held_out, training, recipe.seed, work, progress)
     if not distributed.is_main():
         return Result(work.out, {})
-    origin = taught.origin | ({"reduce": scorer_file.carried(reducer).plain()} if reducer else {})
+    origin |= {"reduce": scorer_file.carried(reducer).plain()} if reducer else {}
     origin |= {"resize": resize.model_dump()} if resize else {}
     types = {name: DTYPES[plan.source.stored[plan.source.names[name]].dtype] for name in outcome.changed}
     run = Run(

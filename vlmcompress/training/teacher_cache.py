@@ -61,14 +61,14 @@ class TrainingData:
     written: int
     skipped: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class TeacherCache:
-    """A teacher with its samples, whose targets are cached; `origin` describes the samples for the manifest."""
-
-    vlm: VLM
-    data: TrainingData
-    origin: dict[str, Any]
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of its samples, for files that say how something was trained."""
+        return {
+            "trained_on": len(self.samples) - self.held_out,
+            "held_out": self.held_out,
+            "answers_of_the_teacher": self.written,
+        }
 
 
 def samples_for(trained_on: int) -> int:
@@ -132,15 +132,19 @@ def cache_teacher(
     samples: Sequence[Sample],
     work: WorkFolder,
     progress: Progress,
-) -> TeacherCache:
-    """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder."""
+) -> tuple[VLM, TrainingData, dict[str, Any]]:
+    """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder.
+
+    Returns:
+        The model, its samples with their answers, and the manifest's description of the samples.
+    """
     with phase("loading"), distributed.shared_errors():
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
         if device := accelerator():
             vlm.model.to(device)  # type: ignore[arg-type]
     with phase("teacher"):
         data = answered(vlm, samples, source, work, progress)
-        return TeacherCache(vlm, data, _taught(vlm, data, recipe, work, progress))
+        return vlm, data, _taught(vlm, data, recipe, work, progress)
 
 
 def training_settings(

@@ -126,11 +126,7 @@ def recovery_facts(training: TrainingOptions, outcome: TrainingOutcome, data: Tr
         "parameters": outcome.counts,
         "objective": f"KL(teacher || student) at answer tokens, of the teacher's {teacher_cache.TOP} most likely tokens "
         f"and the rest together; of all tokens where the vocabulary has at most {teacher_cache.WHOLE}",
-        "samples": {
-            "trained_on": len(data.samples) - data.held_out,
-            "held_out": data.held_out,
-            "answers_of_the_teacher": data.written,
-        },
+        "samples": data.counts,
         "held_out_kl": {
             "before": log.first,
             "after": outcome.after,

@@ -172,7 +172,7 @@ def test_counts_from_pixels_are_met_exactly(family):
     learned = learning.learn_thresholds(vlm, batches, choice.parse_reducer("dymu:0.6"))
     counter = learning.counter(vlm, batches, learned)
     assert counter.patch == 14 and counter.buckets[0] == 4 and counter.buckets[-1] == 16
-    printed = [counter.count(picture) for inputs in batches for picture in learning.pictures(vlm, inputs)]
+    printed = [counter.count(picture) for inputs in batches for picture in learning.pictures(inputs)]
     with attach(vlm, learned, counter=counter) as attached:
         counts = []
         for inputs in batches:

@@ -41,15 +41,6 @@ def test_kept_merged_and_dropped():
     )  # no edge where nothing is put
 
 
-def test_everything_kept_is_the_image():
-    image = Image.effect_noise(SIZE, 80).convert("RGB")
-    (drawing,) = drawn(WHOLE, Reduction.identity(6), image)
-    expected = image.resize((600, 400))
-    assert [drawing.crop((x + 2, y + 2, x + 198, y + 198)) for x in (0, 200, 400) for y in (0, 200)] == [
-        expected.crop((x + 2, y + 2, x + 198, y + 198)) for x in (0, 200, 400) for y in (0, 200)
-    ]
-
-
 def test_parts_that_the_model_does_not_see_are_flat():
     (drawing,) = drawn(Layout((Piece(1, 1, (20.0, 0.0, 60.0, 40.0)),)), Reduction.identity(1))
     assert middles(drawing)[::3] == [(0x8A,) * 3] * 2 and middles(drawing)[1] == (200, 120, 40)
@@ -63,13 +54,6 @@ def test_tiles_and_the_whole_image_are_drawn_apart():
     assert [color == (200, 120, 40) for color in middles(second)] == [False, True, False, False, False, False]
 
 
-def test_newlines_take_no_room():
-    layout = Layout((Piece(2, 2, (0.0, 0.0, 60.0, 40.0), "rows"),))
-    (drawing,) = drawn(layout, Reduction.keep(torch.tensor([0, 2, 4, 5]), 6))  # first, newline, last, newline
-    colours = [drawing.getpixel((150 + 300 * column, 100 + 200 * row)) for row in range(2) for column in range(2)]
-    assert [color == (200, 120, 40) for color in colours] == [True, False, False, True]
-
-
 @pytest.mark.parametrize(
     ("parent", "text"),
     [
@@ -80,13 +64,3 @@ def test_newlines_take_no_room():
 )
 def test_counts(parent, text):
     assert str(picture.Counts.of(Reduction.join(torch.tensor(parent)))) == text
-
-
-def test_sheet_has_room_for_all():
-    images = [Image.new("RGB", SIZE, "red"), Image.new("RGB", (20, 50), "blue")]
-    layouts = [WHOLE, Layout((Piece(1, 1, (0.0, 0.0, 20.0, 50.0)),))]
-    reductions = [Reduction.keep(torch.tensor([1]), 6), Reduction.identity(1)]
-    small, large = (picture.sheet(images, layouts, [("dart:0.25", reductions)] * count) for count in (1, 3))
-    assert large.width > small.width + 900 and small.height == large.height > 2 * picture.SIDE * 40 / 60
-    colors = {color for _, color in large.getcolors(large.width * large.height)}
-    assert {(255, 0, 0), (0, 0, 255)} <= colors

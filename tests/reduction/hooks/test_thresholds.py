@@ -76,10 +76,10 @@ def test_one_batch_keeps_the_share_on_average():
 
 
 def test_tiles_count_as_pictures():
-    vlm = tiny("llava-next")
+    vlm = tiny("idefics3")
     inputs_by_batch = [encode(vlm, ONE), encode(vlm, TWO)]
     learned = learning.learn_thresholds(vlm, inputs_by_batch, choice.parse_reducer("dymu:0.5"))
-    tiles = [len(learning.pictures(vlm, inputs)) for inputs in inputs_by_batch]
+    tiles = [len(learning.pictures(inputs)) for inputs in inputs_by_batch]
     assert tiles[0] < tiles[1] and len(learning.count_kept(vlm, inputs_by_batch, learned)) == sum(tiles)
 
 

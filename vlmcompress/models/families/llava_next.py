@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece, cut
-from vlmcompress.models._spec import CLIP, CLIP_TOWERS, LLAMA, LLAVA_NAMES, Images, ModelSpec, Tower
+from vlmcompress.models._spec import CLIP, LLAMA, LLAVA_NAMES, Images, ModelSpec, Tower
 from vlmcompress.models.families import llava
 
 
@@ -74,7 +74,7 @@ SPEC = ModelSpec(
     layout=layout,
     image_token="image_token_index",
     names=LLAVA_NAMES,
-    tower=Tower(units="patch", joint=("self_attn", "layer_norm2"), merging=CLIP_TOWERS),
+    tower=Tower(units="packed"),
     images=Images(
         newlines=("model.image_newline",),
         placeholders=llava.placeholders,

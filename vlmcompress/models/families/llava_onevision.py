@@ -26,6 +26,6 @@ SPEC = replace(
     llava_next.SPEC,
     family="llava-onevision",
     model_types=("llava_onevision",),
-    tower=replace(llava_next.SPEC.tower, units="resized", joint=None, merging=()),
+    tower=llava_next.SPEC.tower,
     images=replace(llava_next.SPEC.images, placeholders=placeholders, video=video),
 )

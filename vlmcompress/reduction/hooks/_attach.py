@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks.units import Call, Reduced, Unit, join_reductions, prompt_text, units
+from vlmcompress.reduction.hooks.units import Call, Reduced, Slots, Unit, join_reductions, prompt_text, units
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
 
-Held = TypeVar("Held")
-"""What an attachment stores about a cache to continue it: the `Slots` of its tokens, for each part that differs."""
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -26,7 +24,7 @@ class KeptWhole(UserWarning):
     """Warning that an image is kept whole, as the kept share of its tokens would round to none."""
 
 
-class Attachment(Generic[Held]):
+class Attachment:
     """A reducer attached to a model. Use it as a context manager, or call `detach`.
 
     reduced_units: the units of the latest call with images, with their reductions.
@@ -42,8 +40,8 @@ class Attachment(Generic[Held]):
         self._warned = False  # whether `KeptWhole` was issued
         self.reduced_units: list[Reduced] = []
         self._call: Call | None = None
-        self._new: Held | None = None  # slots of the cache, once this call is done
-        self._caches: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+        self._new: Slots | None = None  # slots of the cache, once this call is done
+        self._caches: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self.text: nn.Module = vlm.model.get_submodule(vlm.spec.layers.rpartition(".")[0])
         # `model.model` in transformers: what `generate` and `forward` both call with pixels and ids.
@@ -83,7 +81,7 @@ class Attachment(Generic[Held]):
         """Pairs (decoder block, units of the latest call with images from that block on); unreduced before the block."""
         return [(0, self.reduced_units)]
 
-    def __enter__(self) -> Attachment[Held]:
+    def __enter__(self) -> Attachment:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +90,7 @@ class Attachment(Generic[Held]):
     def _hook(self) -> None:
         """Set the further hooks of a stage."""
 
-    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Held | None) -> dict[str, Any]:
+    def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         """Reduce the language model's arguments. `past`: slots of the cache; None if no token was dropped from it."""
         raise NotImplementedError
 
@@ -196,10 +194,41 @@ class Attachment(Generic[Held]):
         self.reduced_units += [unit.reduced(result) for unit, result in zip(units, results, strict=True)]
         return results
 
+    def _remaining(
+        self, reduced: Sequence[Reduced], real: Tensor, held: Slots, before: int
+    ) -> tuple[Slots, Slots] | None:
+        """The remaining tokens of this call, and those of the whole sequence; None if none are dropped now or were before.
+
+        Args:
+            reduced: the units of this call; their anchors and the text stay, their other tokens go.
+            real: `[b, s]` bool, this call's tokens that are no padding.
+            held: the slots of the cache; all of the columns after them, up to `before`, are kept.
+        """
+        keep = torch.ones_like(real)
+        for unit in reduced:
+            keep[unit.row, unit.columns] = False
+            keep[unit.row, unit.columns[unit.reduction.anchor]] = True
+        dropped = not keep.all()
+        if not dropped and self._new is None:
+            return None
+        new = Slots.of(keep, real) if dropped else Slots.identity(real.shape[0], real.shape[1], real.device)
+        layout = held.then(before - held.length, new)
+        if dropped:
+            self._new = layout
+        return new, layout
+
     def _words(self, mask: Tensor) -> Tensor:
         """Mark the words of the prompt, `[b, s]` bool; `mask [b, s]` is of this call's tokens."""
         assert self._call is not None
         return prompt_text(self.vlm, self._call.get("input_ids"), mask)
+
+
+def merged_rows(x: Tensor, reduced: Sequence[Reduced]) -> Tensor:
+    """A copy of `x [b, s, ...]` with the merged rows of units at their anchors."""
+    out = x.clone()
+    for unit in reduced:
+        out[unit.row, unit.columns[unit.reduction.anchor]] = unit.reduction.apply(x[unit.row, unit.columns])
+    return out
 
 
 def full_mask(kwargs: dict[str, Any], before: int) -> Tensor:

@@ -21,14 +21,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
 from vlmcompress.reduction import methods
-from vlmcompress.reduction.hooks._attach import Attachment, full_mask
+from vlmcompress.reduction.hooks._attach import Attachment, full_mask, merged_rows
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
 from vlmcompress.reduction.methods import Signals, pevlm
 from vlmcompress.utils.errors import UserError
 
 
-class Inside(Attachment[Slots]):
+class Inside(Attachment):
     """Shortens the hidden states before block K, and mask and rotations for it and all later blocks.
 
     For a cache the slots of block K are stored; columns always refer to the full sequence.
@@ -95,21 +95,15 @@ class Inside(Attachment[Slots]):
             return None
         (units, mask, held, before), hidden = self._pending, args[0]
         config: Any = self.text.config
-        real = mask[:, before:].bool()
-        keep = torch.ones_like(real)
         if units:
-            hidden = self._decide_all(units, hidden, mask.bool(), before)
-            for unit in self.reduced_units:
-                keep[unit.row, unit.columns] = False
-                keep[unit.row, unit.columns[unit.reduction.anchor]] = True
+            self.reduced_units = []
+            self._decide(units, self._signals(units, hidden, mask.bool(), before))
+            hidden = merged_rows(hidden, self.reduced_units)
         self._states = self._pending = None
-        dropped = not keep.all()
-        if not dropped and self._new is None:
+        left = self._remaining(self.reduced_units if units else [], mask[:, before:].bool(), held, before)
+        if left is None:
             return None
-        new = Slots.of(keep, real) if dropped else Slots.identity(hidden.shape[0], hidden.shape[1], hidden.device)
-        layout = held.then(before - held.length, new)
-        if dropped:
-            self._new = layout
+        new, layout = left
         hidden = new.pick(hidden)
         # transformers makes one mask for all blocks, of the full length; blocks from here on need one of their own length.
         causal = create_causal_mask(
@@ -121,15 +115,6 @@ class Inside(Attachment[Slots]):
         )
         self._now = new, causal
         return (hidden, *args[1:]), kwargs
-
-    def _decide_all(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> Tensor:
-        """Decide the reduction of each unit; returns the hidden states `[b, s, d]` with merged rows at their anchors."""
-        self.reduced_units, states = [], hidden
-        hidden = hidden.clone()
-        for unit, signals in zip(units, self._signals(units, states, mask, before), strict=True):
-            result = self._decide([unit], [signals])[0]
-            hidden[unit.row, unit.columns[result.anchor]] = result.apply(states[unit.row, unit.columns])
-        return hidden
 
     def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
         """Signals from block K - 1: attention, keys, and states through the final norm."""
@@ -242,7 +227,7 @@ def _count(left: _Left) -> int:
     return sum(len(unit.reduction.anchor) for _, unit in left)
 
 
-class Blocks(Attachment[Slots]):
+class Blocks(Attachment):
     """Passes the method's own mask to the language model in calls with images. Generated tokens see everything.
 
     An image, or a tile in families whose tiles are separate units, counts as a frame. The mask is dense: this shows the effect

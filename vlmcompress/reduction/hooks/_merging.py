@@ -2,10 +2,9 @@
 
 Rows are merged between a layer's attention and its MLP; keys of later layers are weighted by their size (its log is added to
 their logits). After the projector merged rows are expanded to all their patches, so that the model's own code places them in
-the prompt (crops padding of tiles, adds newlines). Of each merged row the language model then gets one copy, at its anchor:
-the patch that it was merged into, or its first remaining patch if that one is cropped. A row is the mean of all its patches,
-including those in padding. If a token is a block of patches, rows are expanded right after the last layer, as pixel shuffle
-and pooling need the whole grid; later layers treat each token separately, so equal ones stay equal.
+the prompt. Of each merged row the language model then gets one copy, at its anchor, the patch that it was merged into. If a
+token is a block of patches, rows are expanded right after the last layer, as pixel shuffle and pooling need the whole grid;
+later layers treat each token separately, so equal ones stay equal.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from vlmcompress.models import VLM, block_side, patch_side
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.tap import join_heads, tap
-from vlmcompress.reduction.hooks.units import Unit
-from vlmcompress.reduction.methods import Merger, Reducer, Reduction, TokenCounter
+from vlmcompress.reduction.methods import Merger, Reducer, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
 from vlmcompress.utils.errors import UserError
 
@@ -104,16 +102,13 @@ def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, reducer: Reducer, kind: 
     return kind(reducer, grids, feature_layers(config), aside, device=states.device, side=side)
 
 
-def pictures(vlm: VLM, inputs: Mapping[str, Any]) -> Tensor:
+def pictures(inputs: Mapping[str, Any]) -> Tensor:
     """The encoder's inputs `[images, 3, height, width]` for inputs of the model: images, or all their tiles."""
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
-    if vlm.spec.images.grid == "tiles":
-        every = pixels.flatten(0, 1)
-        return every[(every != 0).flatten(1).any(1)]  # the model also skips all-zero tiles
-    tiles = _tiles(vlm, inputs["image_sizes"])
-    return torch.cat([image[:count] for image, count in zip(pixels, tiles, strict=True)])
+    every = pixels.flatten(0, 1)
+    return every[(every != 0).flatten(1).any(1)]  # the model also skips all-zero tiles
 
 
 class Merging(Early):
@@ -127,7 +122,7 @@ class Merging(Early):
         super().__init__(vlm, chosen)
 
     def _hook(self) -> None:
-        self._encoder, self._merged = {}, []
+        self._encoder = {}
         self._layers = EncoderHooks(self.vlm, self._start)
         self._undo.append(self._layers.remove)
         projector = self.vlm.model.get_submodule(self.vlm.spec.projector[0])
@@ -148,43 +143,15 @@ class Merging(Early):
             return None
         merger = merger_of(self.vlm, states, self._call.get("pixel_values"), self.reducer, Merger)
         if self.counter:
-            merger.counts = [self.counter.count(picture) for picture in pictures(self.vlm, self._call.arguments)]
+            merger.counts = [self.counter.count(picture) for picture in pictures(self._call.arguments)]
         return merger
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hook before the projector: record which patches of each unit were merged into one row."""
         if self._layers.merger is None:
             return
-        units = self._units()
-        self.reduced_units = []
-        for unit, rows in zip(units, self._labels(units), strict=True):
-            self._merged.append(_reduction(rows))
-            self.reduced_units.append(unit.reduced(self._merged[-1]))
-
-    def _labels(self, units: list[Unit]) -> list[Tensor]:
-        """Label the tokens `[n]` of each unit by their row's number, plus 0.5 for the row's anchor."""
-        assert self._layers.merger is not None
-        merged, start = self._layers.merger.merged, 0
-        rows = torch.empty(len(merged), len(merged[0].target), 1, dtype=torch.float64)
-        for label, reduction in zip(rows, merged, strict=True):
-            label[:, 0] = reduction.target.cpu() + start
-            label[reduction.anchor.cpu()] += 0.5
-            start += len(reduction.anchor)
-        if self.vlm.spec.images.grid != "anyres":
-            return [label[:, 0] for label in rows]
-        packed = self._packed(rows)
-        return [packed[unit.image][unit.columns.cpu() - unit.span[0]] for unit in units]
-
-    def _packed(self, rows: Tensor) -> list[Tensor]:
-        """Arrange `rows [tiles, n, 1]` as the model arranges the tiles' features in each image's tokens; newlines are -1."""
-        assert self._call is not None
-        config, sizes = self.vlm.model.config, self._call.get("image_sizes")
-        base: Any = self.vlm.model.get_submodule(self.vlm.spec.layers.split(".")[0])
-        # transformers' own packing of tiles (it cuts padding away and adds newlines), run on row numbers instead of features.
-        images, _ = base.pack_image_features(
-            rows.split(_tiles(self.vlm, sizes)), sizes, config.vision_feature_select_strategy, rows.new_full((1,), -1)
-        )
-        return [image[:, 0] for image in images]
+        pairs = zip(self._units(), self._layers.merger.merged, strict=True)
+        self.reduced_units = [unit.reduced(reduction) for unit, reduction in pairs]
 
     def _spread(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Hook after the projector: spread `[images, rows, d]` to `[images, patches, d]`."""
@@ -192,20 +159,3 @@ class Merging(Early):
             return None
         merged = self._layers.merger.merged
         return torch.stack([image_rows.expand(rows) for image_rows, rows in zip(merged, output, strict=True)])
-
-
-def _tiles(vlm: VLM, sizes: Tensor) -> list[int]:
-    """Number of tiles of each image of `sizes [images, 2]`, the whole image as one more."""
-    layouts = [vlm.spec.layout(vlm.processor, width, height, 1) for height, width in sizes.tolist()]
-    return [sum(piece.tiles or 1 for piece in layout.pieces) for layout in layouts]
-
-
-def _reduction(labels: Tensor) -> Reduction:
-    """Make the reduction of tokens from their `labels [n]` (see `Merging._labels`)."""
-    rows, group = labels.floor().unique(return_inverse=True)
-    n = len(labels)
-    tokens = torch.arange(n)
-    first = torch.full((len(rows),), n).scatter_reduce(0, group, tokens, "amin")
-    anchors = labels % 1 > 0
-    first[group[anchors]] = tokens[anchors]
-    return Reduction.join(first[group])

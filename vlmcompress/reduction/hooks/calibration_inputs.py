@@ -163,6 +163,7 @@ def _one(vlm: VLM, attached: Attachment, batch: Inputs) -> Inputs:
             f"{vlm.spec.family} attends to an image's tokens in both directions, and is not calibrated after a reducer"
             " yet; use a scheme without calibration data"
         )
+    # The answer goes on from the prompt's last position, which no reducer changes.
     answer = ids[:, cut:]
     after = positions[..., -1:] + torch.arange(1, tail + 1, device=ids.device)
     result = {
@@ -184,6 +185,7 @@ def prompt_length(modality: Tensor) -> int:
     answered = (modality == ANSWER).nonzero().flatten()
     if not len(answered):
         return len(modality)
+    # Answers of several turns are runs of answer tokens; the last run begins after the last gap.
     gaps = (answered.diff() > 1).nonzero().flatten()
     first = int(answered[gaps[-1] + 1] if len(gaps) else answered[0])  # the prompt's last token predicts the answer
     return len(modality) if (modality[first:] == VISION).any() else first + 1

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmcompress.reduction.hooks._attach import Attachment, full_mask
+from vlmcompress.reduction.hooks._attach import Attachment, full_mask, merged_rows
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
-from vlmcompress.reduction.hooks.units import Slots, Unit
-from vlmcompress.reduction.methods import Reduction, Signals
+from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
+from vlmcompress.reduction.methods import Signals
 from vlmcompress.reduction.support import feature_layers, needs_encoder
 from vlmcompress.utils.errors import UserError
 
 
-class Early(Attachment[Slots]):
+class Early(Attachment):
     """Shortens the inputs of the language model: embeddings, mask, positions, and deepstack features."""
 
     def _hook(self) -> None:
         self._encoder: dict[str, Any] = {}  # signals `[images, n, ...]` of this call's images
-        self._merged: list[Reduction] = []  # reductions decided before the projector
         config = self.vlm.model.config
         if not needs_encoder(self.reducer):
             return
@@ -38,12 +37,12 @@ class Early(Attachment[Slots]):
             self._after(projector, self._place)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        self._encoder, self._merged = {}, []
+        self._encoder = {}
         return super()._begin(module, args, kwargs)
 
     def _end(self, *arguments: object) -> None:
         super()._end(*arguments)
-        self._encoder, self._merged = {}, []
+        self._encoder = {}
 
     def _last(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Record the attention of CLS, the first token, and the patches' keys, in the layer whose output is used."""
@@ -63,53 +62,45 @@ class Early(Attachment[Slots]):
             return None
         self.reduced_units = []
         images = enumerate(zip(units, args[0], strict=True))
-        self._merged = self._decide(
+        results = self._decide(
             units, [self._signals(unit, number, features, None) for number, (unit, features) in images]
         )
-        rows = [result.apply(features) for result, features in zip(self._merged, args[0], strict=True)]
+        rows = [result.apply(features) for result, features in zip(results, args[0], strict=True)]
         return (torch.stack(rows), *args[1:]), kwargs
 
     def _place(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Hook after the projector: put its rows back at their anchors, so that they go where the placeholders are."""
-        if not self._merged or not isinstance(output, Tensor):
+        if self._call is None or not self._call.has_images or not isinstance(output, Tensor):
             return None
         slots = []
-        for rows, result in zip(output, self._merged, strict=True):
+        for rows, unit in zip(output, self.reduced_units, strict=True):
             # transformers' `get_placeholder_mask` counts features against placeholders, so there have to be as many as before.
-            image = rows.new_zeros(len(result.target), *rows.shape[1:])  # one by one, so that gradients pass
-            image[result.anchor] = rows
+            image = rows.new_zeros(len(unit.columns), *rows.shape[1:])  # one by one, so that gradients pass
+            image[unit.reduction.anchor] = rows
             slots.append(image)
         return torch.stack(slots)
 
     def _reduce(self, kwargs: dict[str, Any], units: list[Unit], past: Slots | None) -> dict[str, Any]:
         embeds, cache = kwargs["inputs_embeds"], kwargs.get("past_key_values")
-        rows, tokens = embeds.shape[:2]
         slots = cache.get_seq_length() if cache is not None else 0
-        held = past or Slots.identity(rows, slots, embeds.device)
+        held = past or Slots.identity(len(embeds), slots, embeds.device)
         if slots < held.width:
             raise UserError("the cache was cut within the prompt, which a reducer does not follow; start over")
         before = held.full(slots)
         mask = full_mask(kwargs, before)
         real = mask[:, before:].bool()
-        embeds, changes = self._apply(embeds, units, real)
-        # [b, s]: text and anchors stay, the other visual tokens go.
-        keep = torch.ones_like(real)
-        for unit, result in changes:
-            keep[unit.row, unit.columns] = False
-            keep[unit.row, unit.columns[result.anchor]] = True
-        dropped = not keep.all()
-        if not dropped and past is None:
+        embeds, reduced = self._apply(embeds, units, real)
+        self._new = past
+        left = self._remaining(reduced, real, held, before)
+        if left is None:
             return kwargs
-        new = Slots.of(keep, real) if dropped else Slots.identity(rows, tokens, embeds.device)
-        # The cache's tokens, the tokens generated since (all kept), and the remaining tokens of this call.
-        layout = held.then(before - held.length, new)
-        self._new = layout if dropped else past
+        new, layout = left
         positions = self._positions(kwargs, before, slots)
         # Only here the decoder's rows are reduced.
         embeds = new.pick(embeds)
         return (
             kwargs
-            | self._deepstack(kwargs, changes, new)
+            | self._deepstack(kwargs, reduced, new)
             | {
                 "inputs_embeds": embeds,
                 # A mask of ones, never None: with neither mask nor cache, `find_packed_sequence_indices` of
@@ -134,21 +125,18 @@ class Early(Attachment[Slots]):
         make: Any = model.create_masks_for_generate
         return make(model.config, embeds, mask, cache, None, token_type_ids=kinds)
 
-    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
-        """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the reduction of each unit."""
+    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[Reduced]]:
+        """Put merged rows into `embeds [b, s, d]` at their anchors; returns it and the units with their reductions."""
         if not units:
             return embeds, []
         if self.reducer.STAGE != "projected":  # applied already
-            return embeds, list(zip(units, self._merged, strict=True))
+            return embeds, self.reduced_units
         self.reduced_units = []
         words = self._words(real) if "query" in self.reducer.NEEDS else None
         features = [embeds[unit.row, unit.columns] for unit in units]
         queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]
-        results = self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])
-        out = embeds.clone()
-        for unit, result, rows in zip(units, results, features, strict=True):
-            out[unit.row, unit.columns[result.anchor]] = result.apply(rows)
-        return out, list(zip(units, results, strict=True))
+        self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])
+        return merged_rows(embeds, self.reduced_units), self.reduced_units
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""
@@ -168,7 +156,7 @@ class Early(Attachment[Slots]):
         # The model computed them from the mask of the full sequence, or from its cache, which is shorter.
         return positions[..., -tokens:] if positions.shape[-1] > tokens else positions + (before - slots)
 
-    def _deepstack(self, kwargs: dict[str, Any], changes: list[tuple[Unit, Reduction]], new: Slots) -> dict[str, Any]:
+    def _deepstack(self, kwargs: dict[str, Any], units: list[Reduced], new: Slots) -> dict[str, Any]:
         """Qwen3-VL's features for the first blocks, `[visual tokens, d]` each, reduced as the embeddings are; else nothing."""
         visual, levels = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
         if visual is None or not levels:
@@ -180,7 +168,5 @@ class Early(Attachment[Slots]):
             # [visual tokens, d] -> [b, s, d], as units refer to tokens by column.
             full = level.new_zeros(*visual.shape, level.shape[-1])
             full[visual] = level
-            for unit, result in changes:
-                full[unit.row, unit.columns[result.anchor]] = result.apply(full[unit.row, unit.columns])
-            reduced.append(new.pick(full)[kept])
+            reduced.append(new.pick(merged_rows(full, units))[kept])
         return {"visual_pos_masks": kept, "deepstack_visual_embeds": reduced}

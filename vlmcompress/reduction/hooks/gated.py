@@ -36,7 +36,7 @@ Gate = Callable[[Tensor, Grid], Tensor]
 """A function of an image's tokens `[n, d]` and their grid that returns the gates `[n]`."""
 
 
-class Gated(Attachment[Slots]):
+class Gated(Attachment):
     """Gates on the visual tokens of a model. `gate`: computes those of an image; None: all tokens pass."""
 
     def __init__(self, vlm: VLM) -> None:

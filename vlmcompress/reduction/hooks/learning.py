@@ -78,9 +78,7 @@ def count_kept(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: Reduce
 
 def counter(vlm: VLM, batches: Sequence[Mapping[str, Tensor]], chosen: ReducerChoice) -> TokenCounter:
     """Fit a counter, which computes from pixels how many tokens a picture keeps, to the pictures of `batches`."""
-    images = [
-        picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(vlm, inputs)
-    ]
+    images = [picture for inputs in batches if inputs.get("pixel_values") is not None for picture in pictures(inputs)]
     least, tokens = count_bounds(vlm.model.config, chosen.reducer)
     return fit_counter(images, count_kept(vlm, batches, chosen), patch_side(vlm.model.config), tokens, least)
 
@@ -99,13 +97,13 @@ def _pictures(vlm: VLM, batches: Sequence[Mapping[str, Tensor]]) -> Iterator[tup
     memory holds one part and the inputs of one batch.
     """
     with_images = [inputs for inputs in batches if inputs.get("pixel_values") is not None]
-    count = sum(len(pictures(vlm, inputs)) for inputs in with_images)
+    count = sum(len(pictures(inputs)) for inputs in with_images)
     if not count:
         raise UserError(NO_IMAGES)
     parts = math.ceil(count / BATCH)
     size, waiting = math.ceil(count / parts), torch.empty(0)
     for number, inputs in enumerate(with_images, start=1):
-        added = pictures(vlm, inputs).to(vlm.model.dtype)
+        added = pictures(inputs).to(vlm.model.dtype)
         waiting = torch.cat([waiting, added]) if len(waiting) else added
         while len(waiting) >= size or (number == len(with_images) and len(waiting)):
             part, waiting = waiting[:size], waiting[size:]

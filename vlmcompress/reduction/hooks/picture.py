@@ -90,6 +90,7 @@ def panel(large: Image.Image, size: tuple[int, int], layout: Layout, reduction: 
     gray = ImageOps.grayscale(large).point(lambda level: level * 0.3).convert("RGB")
     sizes, anchors = reduction.sizes.tolist(), set(reduction.anchor.tolist())
     targets, cells, start, drawings = reduction.target.tolist(), layout.cells(), 0, []
+    # Tokens are numbered through all pieces, in their order.
     for pieces in _layers(layout):
         tokens = range(start, start + sum(layout.pieces[number].tokens for number in pieces))
         start = tokens.stop

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.units import Call, Unit
+from vlmcompress.reduction.hooks.units import Call, Reduced, Unit
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.reduction.methods.litevlm import matches
 
@@ -109,8 +109,7 @@ class Views(Early):
         super()._begin(module, args, kwargs)
         assert self._call is not None
         if units := self._units():
-            self.reduced_units = []
-            self._merged = self._choose(units, self._call)
+            self._choose(units, self._call)
         # A tower with grid `thw` takes the patches of all images as one sequence.
         if all(self._kept) or self.vlm.spec.images.grid == "thw":
             return None
@@ -163,7 +162,8 @@ class Views(Early):
     def _stand_in(self) -> int:
         return stand_in(self._tokenizer)
 
-    def _choose(self, units: list[Unit], call: Call) -> list[Reduction]:
+    def _choose(self, units: list[Unit], call: Call) -> None:
+        """Decide which of a call's images stay."""
         ids = call.get("input_ids")
         mask = call.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
@@ -172,24 +172,24 @@ class Views(Early):
             if spans := [unit.span for unit in units if unit.row == row]:
                 named = find_question(self._tokenizer, ids[row], words[row], spans)
                 self._kept += kept_images(self.chosen, self._tokenizer, self._embed, named)
+        self.reduced_units = []
         for unit, stay in zip(units, self._kept, strict=True):
             n = len(unit.columns)
             index = torch.arange(n if stay else 1, device=unit.columns.device)
             self.reduced_units.append(unit.reduced(Reduction.keep(index, n)))
-        return [unit.reduction for unit in self.reduced_units]
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Rows `[n, d]` of the language model's table for `ids [n]`."""
         table: Any = self.vlm.model.get_input_embeddings()
         return table(ids.to(table.weight.device))
 
-    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[tuple[Unit, Reduction]]]:
+    def _apply(self, embeds: Tensor, units: list[Unit], real: Tensor) -> tuple[Tensor, list[Reduced]]:
         """Put the replacement token into `embeds [b, s, d]` for each image that is left out."""
-        embeds, changes = super()._apply(embeds, units, real)
+        embeds, reduced = super()._apply(embeds, units, real)
         if units and not all(self._kept):
             dropped = [unit for unit, stay in zip(units, self._kept, strict=True) if not stay]
             rows = torch.tensor([unit.row for unit in dropped], device=embeds.device)
             columns = torch.tensor([int(unit.columns[0]) for unit in dropped], device=embeds.device)
             embeds = embeds.clone()
             embeds[rows, columns] = self._embed(torch.tensor([self._stand_in])).to(embeds)
-        return embeds, changes
+        return embeds, reduced

@@ -65,6 +65,7 @@ class Source:
         return None
 
     def _member(self, module: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST] | None:
+        # In the order in which Python finds it: the class body, what methods set on `self`, and the base classes.
         for statement in _statements(node):
             if name in _named(statement):
                 return module, statement
