@@ -208,7 +208,6 @@ def test_a_score_from_a_users_file(tmp_path: Path) -> None:
     [
         ("contain", "is none of auto, exact.*; did you mean 'contains'"),
         ("regex:(", "the pattern is invalid"),
-        ("nothing.py:f", "can't be loaded"),
         ("math:nothing", "can't be loaded"),
         ("math:pi", "is no function"),
     ],

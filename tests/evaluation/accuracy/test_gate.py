@@ -164,16 +164,13 @@ def test_max_drop() -> None:
     "text, message",
     [
         ("suits: {}", "unknown key 'suits'; did you mean 'suites'?"),
-        ("suites: {world: {marginn: 0.1}}", r"unknown key 'suites.world.marginn'; did you mean 'margin'\?"),
         ("speed: [{metric: m, at_least: 1, stat: cold}]", r"unknown key 'speed.0.stat'; did you mean 'state'\?"),
         ("speed: [{metric: m}]", "'speed.0.at_least' is missing"),
         ("suites: {world: {margin: 5}}", "suites.world.margin is 5, it should be less than 1"),
         ("suites: {world: {families: some}}", "suites.world.families should be all, a list of names"),
-        ("suites: [world]", r"suites is \['world'\], it should be a valid dictionary"),
         ("about: nothing", "has no rules"),
-        ("size: .inf", "size is inf, it should be a finite number"),
         ("speed: [{metric: m, at_least: .nan}]", "speed.0.at_least is nan, it should be"),
-        ("suites: {world: {divergence: .inf}}", "suites.world.divergence is inf, it should be a finite number"),
+        ("speed: [{metric: m, at_least: 1, state: warm}]", "speed.0.state is 'warm', it should be 'cold'"),
         ("- 1", "holds no mapping"),
     ],
 )

@@ -118,25 +118,17 @@ def test_a_task_of_the_user(tmp_path: Path) -> None:
         load(file)
 
 
-@pytest.mark.parametrize(
-    ("suite", "message"),
-    [
-        ("nothing.yaml", "nothing.yaml does not exist"),
-        ("nothing.jsonl", "nothing.jsonl does not exist"),
-    ],
-)
-def test_unknown_suites(suite: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load(suite)
+def test_unknown_suites() -> None:
+    for suite in ("nothing.yaml", "nothing.jsonl"):
+        with pytest.raises(UserError, match=f"{suite} does not exist"):
+            load(suite)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("task: x\n  y: [", "can't be loaded: "),
-        ("- a", "can't be loaded: .* got list"),
         ("task: x\noutput_type: generate_until", "is not a task file: it has no dataset_path; .*eval/tasks"),
-        ("a: 1", "is not a task file: it has no task; .*eval/tasks"),
         ("task: x\ndataset_path: json\ndataset_kwargs: 3", "a key has a value of the wrong kind .*eval/tasks"),
     ],
 )

@@ -69,7 +69,6 @@ def test_a_state_takes_a_page_as_large_as_attention_has():
     assert tokens % 16 == 0 and tokens * 4096 >= 1_000_000 > (tokens - 16) * 4096
     assert cut.block_bytes == tokens * 4096 and len(cut.groups) == 4
     assert cut.blocks(10 * tokens, 100) == 10 + 3 * 2
-    assert pool(layers, 16, 16, prefix_caching=False).blocks(10 * tokens, 100) == 10 + 3
     assert tokens_bytes(layers, 10) == 3_000_000 + 40_960
 
 

@@ -41,12 +41,9 @@ def test_poisson_arrivals() -> None:
     [
         ("close:8", "no load 'close'; did you mean 'closed'"),
         ("closed", "'' should be a whole number of clients above 0"),
-        ("closed:0", "'0' should be a whole number"),
         ("closed:2.5", "'2.5' should be a whole number"),
         ("rate:-1", "'-1' should be requests per second above 0"),
-        ("rate:inf", "'inf' should be requests"),
         ("rate:nan", "'nan' should be requests"),
-        ("", "no load ''"),
     ],
 )
 def test_bad_load(text: str, message: str) -> None:

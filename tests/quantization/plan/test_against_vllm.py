@@ -121,7 +121,8 @@ def ours(shape: Shape, path: Path, space: int) -> tuple[int, str]:
     layers = described.layers(1, KEYS[shape.cache], drafts=drafts)
     pool = cache_pool.pool(layers, usual.block, usual.kernel, drafts=drafts)
     flight = usual.batches * BATCHED
-    return pool.capacity(space, LENGTH, flight), f"{float(pool.requests(space, LENGTH, flight)):.2f}"
+    requests = float(pool.requests(space, LENGTH, flight))
+    return int(requests * LENGTH), f"{requests:.2f}"
 
 
 def theirs(shapes: dict[str, Shape], paths: dict[str, Path], gib: int) -> dict[str, tuple[int, str]]:

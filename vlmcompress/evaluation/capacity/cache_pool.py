@@ -8,7 +8,7 @@ its own block table, so
     blocks of a request of n tokens = sum over groups of
         ceil(n / block)                                           full attention
         ceil(min(window - 1 + in flight, n) / block) + 1          a sliding window
-        1, or 2 where prefixes are cached, + drafted tokens       a recurrent state
+        2 (one of a cached prefix) + drafted tokens               a recurrent state
     requests at once = (bytes of the pool // bytes of a block) / blocks of a request
 
 "In flight" are tokens that are scheduled but not finished: a sliding window layer frees blocks only after them.
@@ -64,19 +64,11 @@ class Pool:
                 count += math.ceil(min(group.window - 1 + in_flight, tokens) / group.block) + 1
         return count
 
-    def request_bytes(self, tokens: int, in_flight: int) -> int:
-        """Bytes of these blocks."""
-        return self.blocks(tokens, in_flight) * self.block_bytes
-
     def requests(self, space: int, tokens: int, in_flight: int) -> Fraction:
         """Number of requests of `tokens` tokens that fit into a pool of `space` bytes; vLLM logs it as maximum concurrency."""
         if not self.groups:
             return Fraction(0)
         return Fraction(max(space, 0) // self.block_bytes, self.blocks(tokens, in_flight))
-
-    def capacity(self, space: int, tokens: int, in_flight: int) -> int:
-        """The cache size in tokens that vLLM logs, if requests have up to `tokens` tokens."""
-        return int(float(self.requests(space, tokens, in_flight)) * tokens)
 
 
 def tokens_bytes(layers: Sequence[CacheLayer], tokens: int) -> int:
@@ -84,17 +76,16 @@ def tokens_bytes(layers: Sequence[CacheLayer], tokens: int) -> int:
     return sum(layer.state_bytes + layer.token_bytes * min(tokens, layer.window or tokens) for layer in layers)
 
 
-def pool(layers: Sequence[CacheLayer], block: int, kernel: int, prefix_caching: bool = True, drafts: int = 0) -> Pool:
-    """Compute the cache layout of these layers as vLLM does.
+def pool(layers: Sequence[CacheLayer], block: int, kernel: int, drafts: int = 0) -> Pool:
+    """Compute the cache layout of these layers as vLLM does with its default of cached prefixes.
 
     Args:
         layers: the decoder's blocks on one device.
         block: the engine's initial number of tokens per block.
         kernel: the attention kernel needs a multiple of this number of tokens per block.
-        prefix_caching: whether prefixes are cached; a recurrent layer then keeps two states.
         drafts: number of tokens drafted at a time; a recurrent layer keeps one more state for each.
     """
-    copies = 1 + prefix_caching + drafts
+    copies = 2 + drafts  # of a recurrent state: one is a cached prefix's
     states = max((layer.state_bytes for layer in layers), default=0)
     attention = [layer for layer in layers if layer.token_bytes]
     if states and attention:

@@ -188,8 +188,8 @@ def plan_capacity(model: ServedModel, request: CapacityRequest, formats: Sequenc
     for name, tokens in visual.items():
         context = tokens + request.text + request.out
         in_flight, filled = defaults.in_flight(context), cache_pool.tokens_bytes(layers, context)
-        blocks, whole = pool.blocks(context, in_flight), pool.request_bytes(context, in_flight)
-        loads[name] = Load(tokens, request.text, request.out, filled, blocks, whole)
+        blocks = pool.blocks(context, in_flight)
+        loads[name] = Load(tokens, request.text, request.out, filled, blocks, blocks * pool.block_bytes)
     if model.decoder.context and context > model.decoder.context:  # of the last load, the one that is served
         raise UserError(
             f"a request has {context:,} tokens and the model takes {model.decoder.context:,} (max_position_embeddings); use "

@@ -166,7 +166,7 @@ class Plan:
         """The method of the vision tower; None: it stays in 16 bits."""
         if self.recipe.vision == "bf16":
             return None
-        grouped = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
+        grouped: dict[str, Any] = {"group_size": self.recipe.group_size} if self.recipe.vision == "w8a16" else {}
         return QuantMethod.named(self.recipe.vision, **grouped)
 
     @cached_property
