@@ -260,9 +260,9 @@ def figures(bench: Bench, arrays: Arrays, model: str, recipe: str, margins: dict
     compared = compare.families(of_families, margin=margins)
     row["families"] = {name: comparison.model_dump(mode="json") for name, comparison in compared.items()}
     for key in bench.scores:
-        asked = ~np.isnan(side(key)[0])
-        sides = (side(name).mean(0)[asked].tolist() for name in (f"baseline {key}", key))
-        row[key] = compare.compare(*sides, image[asked].tolist()).model_dump(mode="json")
+        family_rows = ~np.isnan(side(key)[0])
+        sides = (side(name).mean(0)[family_rows].tolist() for name in (f"baseline {key}", key))
+        row[key] = compare.compare(*sides, image[family_rows].tolist()).model_dump(mode="json")
     return row
 
 
@@ -336,7 +336,8 @@ def compared_in(bench: Bench, row: dict) -> list[dict]:
 def points(compared: dict) -> str:
     """A comparison's difference in points, half its interval, and whether a loss of a point is ruled out."""
     difference, low, high = (100 * compared[name] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f} ±{(high - low) / 2:.1f}" + " ✓" * (compared["verdict"] == "pass")
+    rounded = round(difference, 1) + 0.0  # no -0.0
+    return f"{rounded:+.1f} ±{(high - low) / 2:.1f}" + " ✓" * (compared["verdict"] == "pass")
 
 
 def main() -> None:

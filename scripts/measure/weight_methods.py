@@ -30,7 +30,6 @@ FORMATS: dict[str, Grid | None] = {  # None: by the scheme's own options
     "W4 g64 sym": Grid(4, 64),
     "W3 g64 sym": Grid(3, 64),
     "W2 g64": Grid(2, 64, False),
-    "3.25": Grid(3, 64),
     "W8A8": None,
     "W4A8-FP8": None,
     "NVFP4A16": None,
@@ -46,8 +45,7 @@ WEIGHTS = tuple(name for name, grid in FORMATS.items() if grid and name[0] == "W
 
 @dataclass(frozen=True)
 class Row:
-    """A method: see the module. `formats`: those that it is measured in; `data_free`: no seed changes the result; `than`: the
-    (format, method) that it is compared with instead of the better stock method of its format."""
+    """A method: see the module. `formats`: those that it is measured in; `data_free`: no seed changes the result."""
 
     scheme: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,16 +53,10 @@ class Row:
     kind: str = "stats"
     formats: tuple[str, ...] = WEIGHTS
     data_free: bool = False
-    than: tuple[str, str] | None = None
 
     def recipe_in(self, grid: Grid | None) -> dict[str, Any]:
         """The recipe in a number format."""
         return {"scheme": self.scheme, "options": (grid.options if grid else {}) | self.options} | self.recipe
-
-
-def budget(bits: float, **keys: Any) -> dict[str, Any]:
-    """The recipe's key for widths that are shared out."""
-    return {"bits": {"budget": bits, "among": [2, 3, 4, 8]} | keys}
 
 
 STEPS = {"smooth": "feedback", "clip": True, "sweeps": 2}  # those of gptq-plus
@@ -74,22 +66,12 @@ METHODS: dict[str, Row] = {
     "stock gptq": Row("gptq", kind="stock"),
     "stock awq": Row("awq", kind="stock"),
     "stock autoround": Row("autoround", kind="stock"),
-    "stock autoround light": Row("autoround light", kind="stock"),
     "gptq": Row("gptq"),
     "gptq run": Row("gptq", kind="run"),
-    "gptq ratio": Row("gptq", {"balance": "ratio"}),
     "gptq-plus": Row("gptq-plus"),
     "gptq-plus rotate": Row("gptq-plus", recipe={"rotate": "hadamard"}, kind="run"),
-    "gptq-plus run": Row("gptq-plus", kind="run"),
     "awq": Row("awq"),
     "mbq": Row("mbq", kind="run"),
-    "mbq gram": Row("mbq", {"objective": "gram"}),
-    "qvlm": Row("qvlm", kind="run"),
-    "gptq by error": Row("gptq", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq")),
-    "gptq-plus by error": Row("gptq-plus", recipe=budget(3.25), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")),
-    "gptq-plus by luq": Row(
-        "gptq-plus", recipe=budget(3.25, by="luq"), formats=("3.25",), than=("W3 g64 sym", "gptq-plus")
-    ),
     "stock int8": Row("int8", kind="stock", formats=("W8A8",)),
     "int8": Row("int8", formats=("W8A8",)),
     **{

@@ -107,7 +107,7 @@ def _figures(
         if values := [seed_row[name] for seed_row in seed_rows if name in seed_row]:
             row[name] = fmean(values)
     for what, name in (("text", "kl"), ("answers", "path")):
-        against = METHODS[method].than or _better_stock(form, f"{what}/{name}", loaded)
+        against = _better_stock(form, f"{what}/{name}", loaded)
         if against in loaded and all(f"{what}/{name}" in measures for measures in loaded[key].values()):
             seeds = _common_seeds(loaded, (key, against))
             a, b = _paired(loaded, (key, against), f"{what}/{name}", seeds)
@@ -156,7 +156,7 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     tests = {(row["model"], row["format"], row["method"]): row for row in rows if row["split"] == "test"}
     for row in (row for row in rows if row["split"] != "test"):
         test = tests.get((row["model"], row["format"], row["method"]), {})
-        cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
+        cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".3g")]
         cells += [_number(row, "text_kl", ".3f"), _ratio(row, "text_ratio"), _ratio(test, "text_ratio")]
         cells += [_number(row, "answers_kl", ".3g"), _ratio(row, "answers_ratio"), _ratio(test, "answers_ratio")]
         cells.append(_number(row, "exact", ".1%"))
@@ -166,8 +166,13 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _number(row: Mapping[str, Any], name: str, form: str) -> str:
-    return format(row[name], form) if name in row else ""
+    if name not in row:
+        return ""
+    return f"{float(format(row[name], form)):,.0f}" if row[name] >= 1000 else format(row[name], form)
 
 
 def _ratio(row: Mapping[str, Any], name: str) -> str:
-    return "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row[name]) if name in row else ""
+    if name not in row:
+        return ""
+    itself = row[name]["ratio"] == row[name]["low"] == row[name]["high"] == 1
+    return "1" if itself else "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**row[name])

@@ -365,7 +365,7 @@ def judging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         metavar="FOLDER",
-        help="write report.html, report.md, results.json, junit.xml, badge.json; of eval also answers.jsonl",
+        help="write report.html, report.md, results.json, junit.xml; of eval also answers.jsonl",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a report of other checkpoints in FOLDER")
     parser.add_argument(

@@ -33,6 +33,7 @@ class LayerErrors:
         basis: the data that errors were measured on, as in a manifest's `calibration`; empty for errors of weights only.
         warnings: the manifest's.
         model: the original, as the manifest identifies it: family, source, hashes of its config and of its weights' headers.
+        kv_cache: attention module -> `k` and `v` -> relative squared `error` in FP8 by modality; empty without scales.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LayerErrors:
     basis: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
+    kv_cache: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def measured(self) -> str:
@@ -64,7 +66,8 @@ def read_errors(folder: Path) -> LayerErrors:
     # Errors of weights alone were not measured on the calibration data, whatever these were needed for.
     of_weights = all(set(error) <= {"weight"} for error in errors.values())
     basis = {} if of_weights else content["calibration"] or {}
-    return LayerErrors(folder.resolve().name, errors, basis, tuple(content["warnings"]), content["model"])
+    cache = content.get("kv_cache", {})
+    return LayerErrors(folder.resolve().name, errors, basis, tuple(content["warnings"]), content["model"], cache)
 
 
 def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, dict[str, Any]]:
@@ -133,6 +136,7 @@ def errors_json(*checkpoints: LayerErrors) -> dict[str, Any]:
             "calibration": dict(c.basis) or None,
             "warnings": list(c.warnings),
             "mean": {kind: _mean(c, kind) for kind in _kinds(c)},
+            "kv_cache": dict(c.kv_cache),
         }
         for c in checkpoints
     ]
@@ -164,7 +168,22 @@ def errors_text(*checkpoints: LayerErrors) -> str:
     measure = OF_WEIGHTS if kinds == ["weight"] else OF_OUTPUTS
     title = f"{' -> '.join(errors.name for errors in checkpoints)}: {measure}"
     measured = dict.fromkeys(f"Measured on {errors.measured}." for errors in checkpoints)
-    return "\n".join([title, *measured, table(rows), *notes])
+    caches = [_cache_table(errors) for errors in checkpoints if errors.kv_cache]
+    return "\n".join([title, *measured, table(rows), *caches, *notes])
+
+
+def _cache_table(errors: LayerErrors) -> str:
+    """What an FP8 KV cache with the checkpoint's scales changes, the worst attention modules first."""
+    parts = {
+        f"{name}, {part}": entry[key]["error"]
+        for name, entry in errors.kv_cache.items()
+        for key, part in (("k", "keys"), ("v", "values"))
+    }
+    worst = sorted(parts, key=lambda name: (-max(parts[name].values()), name))[:LAYERS]
+    kinds = [kind for kind in MODALITIES if any(kind in error for error in parts.values())]
+    rows = [(f"FP8 cache of {errors.name}, worst {len(worst)} of {len(parts)}", *map(error_kind, kinds))]
+    rows += [(n, *(percentage(parts[n][kind]) if kind in parts[n] else "-" for kind in kinds)) for n in worst]
+    return table(rows)
 
 
 def _cell(errors: list[float | None], factor: float | None) -> str:
