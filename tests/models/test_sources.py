@@ -76,7 +76,7 @@ def test_two_sets_of_weights_are_refused(folder):
     assert all(torch.equal(tensor, tensors[EMBEDDING]) for tensor in loaded(folder))
 
 
-def test_a_stale_index_beside_whole_weights(folder):
+def test_a_stale_index_next_to_whole_weights(folder):
     tensors = shard(folder)
     for part in PARTS:
         (folder / part).unlink()
@@ -103,7 +103,7 @@ def test_one_file_of_another_name(folder, name):
     assert all(torch.equal(tensor, tensors[EMBEDDING]) for tensor in loaded(folder))
 
 
-def test_an_adapter_beside_the_whole_model_is_not_applied(folder):
+def test_an_adapter_next_to_the_whole_model_is_not_applied(folder):
     """transformers itself puts it into the model a second time, which is how much it differs: the oracle is without it."""
     generator = torch.Generator().manual_seed(0)
     query = "model.language_model.layers.0.self_attn.q_proj"

@@ -113,7 +113,7 @@ def test_an_unsupported_preset_is_refused_with_the_reason(name):
         resolve(BASE | {"scheme": name})
 
 
-def test_options_beside_a_preset(tmp_path):
+def test_options_next_to_a_preset(tmp_path):
     """They go before its own, and its own before those of a file that another place names it over."""
     next_to = resolve(BASE | {"scheme": "W8A16", "options": {"group_size": 32}}).recipe
     assert (next_to.scheme, next_to.options.group_size) == ("w8a16", 32)

@@ -27,7 +27,7 @@ def test_forward_it_is_the_selection_and_backward_the_soft_one():
     torch.testing.assert_close(values.grad, weight * soft * (1 - soft) / 0.3)
 
 
-def test_the_scale_of_worths_does_not_matter():
+def test_the_scale_of_scores_does_not_matter():
     values = torch.randn(12)
     torch.testing.assert_close(standardize(values), standardize(1000 * values + 5), atol=1e-4, rtol=1e-4)
 

@@ -75,7 +75,7 @@ def slow(weights, features, grid):
 
 
 @pytest.mark.parametrize("grid", [(1, 5, 6), (1, 1, 1), (2, 3, 4)])
-def test_worth_is_as_defined(weights, grid):
+def test_score_is_as_defined(weights, grid):
     s = signals(grid)
     scores = learned.score(weights, s.features, grid)
     torch.testing.assert_close(

@@ -121,7 +121,7 @@ def test_as_long_as_nothing_merges_rows_are_the_same_tensor(side):
     assert merger.spread(x) is x
 
 
-def test_an_image_that_merges_nothing_stays_beside_one_that_does():
+def test_an_image_that_merges_nothing_is_unchanged_next_to_one_that_does():
     """Rows of both stand block by block then, padded on the right, and both find back to their places."""
     plain = rows(1, 1).expand(1, 16, -1)  # all patches are alike, so half the tokens merge
     x = torch.cat([rows(1, 16, seed=3), plain])
