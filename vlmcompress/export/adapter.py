@@ -144,9 +144,9 @@ def _placed(tensors: Mapping[str, Tensor], source: Source, settings: dict[str, A
         raise ValueError(f"'{min(broken)}' holds NaN or infinity, or has no name of PEFT's")
     memory = models.memory_names(source.meta_model, {f"{match[1]}.weight" for match in parts.values()})
     layers = {name.removesuffix(".weight"): placed.removesuffix(".weight") for name, placed in memory.items()}
-    known = {name for name, _ in source.meta_model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in source.meta_model.named_parameters(remove_duplicate=False)}
     adapted = {layers[match[1]] for match in parts.values() if match[2].startswith("lora_")}
-    settings["target_modules"] = [name for name in adapted if f"{name}.weight" in known]
+    settings["target_modules"] = [name for name in adapted if f"{name}.weight" in parameters]
     for key in ("rank_pattern", "alpha_pattern"):
         settings[key] = {layers.get(name, name): value for name, value in (settings.get(key) or {}).items()}
     return {f"{_PREFIX}{layers[match[1]]}.{match[2]}": tensors[name] for name, match in parts.items()}

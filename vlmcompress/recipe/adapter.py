@@ -82,8 +82,8 @@ def notes(model: Path, adapter: Path | None) -> list[str]:
     kinds = replaced(model, adapter)
     lines = [f"the adapter's {' and '.join(kinds)} replaced the base's"] if kinds else []
     base = read_adapter_config(adapter).get(_NAME)
-    known = {Path(name).name.lower() for name in (str(model), hub.display_path(model).partition("@")[0])}
-    if isinstance(base, str) and base and Path(base).name.lower() not in known:
+    names = {Path(name).name.lower() for name in (str(model), hub.display_path(model).partition("@")[0])}
+    if isinstance(base, str) and base and Path(base).name.lower() not in names:
         lines.append(f"the adapter was trained on {base}; on another model its changes are wrong, even if shapes fit")
     return lines
 
