@@ -32,15 +32,16 @@ from vlmcompress.utils.messages import foreign_errors
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_files
 
 RECORD = ".adapter.json"
-# What PEFT is told. Other settings are of training only, or name modules and files that PEFT would load;
+# The settings that PEFT gets. Others are of training only, or name modules and files that PEFT would load.
 _SETTINGS = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "target_parameters")
-# with these the adapter is more than a low-rank change, and these initial values change the base's weights as well.
+# With these the adapter is more than a low-rank change.
 _REFUSED = (
     *("fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "lora_ga_config", "monteclora_config"),
     "velora_config",
 )
-_OF_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Initial values that change the base's weights as well.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PREFIX = "base_model.model."
 # Layer, tensor. Some releases of PEFT save fully trained modules by their names in training.
@@ -127,7 +128,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     config = read_adapter_config(folder)
     refused = [key for key in _REFUSED if config.get(key)]
     refused += ["peft_type"] if config.get("peft_type") != "LORA" else []
-    refused += ["init_lora_weights"] if str(config.get("init_lora_weights")).lower().startswith(_OF_BASE) else []
+    refused += (
+        ["init_lora_weights"] if str(config.get("init_lora_weights")).lower().startswith(_CHANGE_THE_BASE) else []
+    )
     if refused:
         what = f"{refused[-1]} {config.get(refused[-1])!r}"
         raise UserError(f"{folder / ADAPTER_CONFIG}: {what} is not supported; merge the adapter with PEFT")
