@@ -5,9 +5,10 @@
     scripts/measure/recount.py accuracy    the rows of eval/accuracy.json alone; or of boxes, pages, clips, weights
 
 Needs NumPy alone. Means must be equal. Intervals are bootstrapped: images are drawn with all their questions, texts one by one;
-of ratios calibrations, too. That is another estimate, so a width may be half or twice the stored one. `eval/rows/NAME.npz` has
-arrays of a value a question, named `model|recipe|seed|score` and so on; `model|image` says which questions share an image. The
-last line is one JSON object; the exit code is 1 if a row differs.
+of ratios calibrations, too. That is another estimate: a stored interval may be half as wide, or four times, and that of a ratio
+wider still by as much as Student's t exceeds 1.96 with so few calibrations. `eval/rows/NAME.npz` has arrays of a value a
+question, named `model|recipe|seed|score` and so on; `model|image` says which questions share an image. The last line is one
+JSON object; the exit code is 1 if a row differs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ EVAL = Path(__file__).resolve().parents[2] / "eval"
 ACCURACY = ("accuracy", "boxes", "pages", "clips")
 DRAWS = 2000
 Arrays = Mapping[str, np.ndarray]
-Recounted = Iterator[
-    tuple[str, Sequence[float], Sequence[float]]
-]  # a row's name; mean and limits, stored and recounted
+STUDENT = {2: 12.7, 3: 4.3, 4: 3.2}  # calibrations -> standard errors to each side of 95%
+Recounted = Iterator[tuple[str, int, Sequence[float], Sequence[float]]]
+"""A row's name; the calibrations that its interval counts; mean and limits, as stored and recounted."""
 
 
 def by_seed(arrays: Arrays, row: str, measure: str) -> dict[str, np.ndarray]:
@@ -58,7 +59,7 @@ def accuracy(table: str) -> Recounted:
         sums = drawn(np.stack([after - before, np.ones_like(before)]), arrays[f"{row['model']}|image"])
         limits = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
         stored = [row["overall"][name] for name in ("difference", "low", "high")]
-        yield f"{row['model']} {row['recipe']}", stored, [float(np.mean(after - before)), *limits]
+        yield f"{row['model']} {row['recipe']}", 1, stored, [float(np.mean(after - before)), *limits]
 
 
 def weights() -> Recounted:
@@ -82,7 +83,7 @@ def weights() -> Recounted:
             ]
             stored = [math.log(compared[name]) for name in ("ratio", "low", "high")]
             recounted = [float(np.log(a.sum() / b.sum())), *np.quantile(np.concatenate(draws), (0.025, 0.975))]
-            yield f"{row['model']} {row['split']} {names[0].replace('|', ' ')} {what}", stored, recounted
+            yield f"{row['model']} {row['split']} {names[0].replace('|', ' ')} {what}", len(a), stored, recounted
 
 
 def main() -> None:
@@ -93,10 +94,11 @@ def main() -> None:
     for table in args.tables or (*ACCURACY, "weights"):
         if not (EVAL / "rows" / f"{table}.npz").exists():
             continue
-        for name, stored, recounted in weights() if table == "weights" else accuracy(table):
+        for name, calibrations, stored, recounted in weights() if table == "weights" else accuracy(table):
             widths = [limits[2] - limits[1] for limits in (stored, recounted)]
             equal = math.isclose(stored[0], recounted[0], rel_tol=1e-4, abs_tol=1e-6)
-            differs = not equal or not (0.5 * widths[1] - 1e-6 <= widths[0] <= 4 * widths[1] + 0.02)
+            most = 4 * STUDENT.get(calibrations, 1.96) / 1.96 * widths[1] + 0.02
+            differs = not equal or not 0.5 * widths[1] - 1e-6 <= widths[0] <= most
             counts["rows"] += 1
             counts["differ"] += differs
             texts = ("{:+.4f} ({:+.4f} to {:+.4f})".format(*figures) for figures in (stored, recounted))

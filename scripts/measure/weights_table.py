@@ -156,7 +156,7 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     tests = {(row["model"], row["format"], row["method"]): row for row in rows if row["split"] == "test"}
     for row in (row for row in rows if row["split"] != "test"):
         test = tests.get((row["model"], row["format"], row["method"]), {})
-        cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".3g")]
+        cells = [row["model"], row["format"], row["method"], str(row["seeds"]), _number(row, "perplexity", ".1f")]
         cells += [_number(row, "text_kl", ".3f"), _ratio(row, "text_ratio"), _ratio(test, "text_ratio")]
         cells += [_number(row, "answers_kl", ".3g"), _ratio(row, "answers_ratio"), _ratio(test, "answers_ratio")]
         cells.append(_number(row, "exact", ".1%"))
@@ -168,7 +168,7 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 def _number(row: Mapping[str, Any], name: str, form: str) -> str:
     if name not in row:
         return ""
-    return f"{float(format(row[name], form)):,.0f}" if row[name] >= 1000 else format(row[name], form)
+    return f"{float(format(row[name], '.3g')):,.0f}" if row[name] >= 1000 else format(row[name], form)
 
 
 def _ratio(row: Mapping[str, Any], name: str) -> str:

@@ -143,5 +143,5 @@ def test_errors_of_the_cache_are_reported(checkpoint, capfd, monkeypatch):
         for name, entry in recorded.items()
         for key, part in (("k", "keys"), ("v", "values"))
     }
-    shown = [re.split(r"\s{2,}", line.strip())[0] for line in table[1 : 1 + min(len(largest), 12)]]
-    assert shown == sorted(largest, key=lambda name: (-largest[name], name))[:12]
+    rows = [re.split(r"\s{2,}", line.strip())[0] for line in table[1 : 1 + min(len(largest), 12)]]
+    assert rows == sorted(largest, key=lambda name: (-largest[name], name))[:12]
