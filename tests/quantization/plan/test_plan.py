@@ -188,7 +188,7 @@ def test_the_published_search_needs_its_package(models, monkeypatch, options, ad
 
 
 def test_mlx_files_have_a_size_of_groups_that_divides_head_and_embedding(tmp_path):
-    """MLX groups 64 columns by default; 96 are three groups of 32. What vLLM's class of Qwen3.5 cannot read is no problem here."""
+    """MLX groups 64 columns by default, and 96 are groups of 32. What vLLM's class of Qwen3.5 cannot read is no problem."""
     source = tiny.build("qwen3-5", tmp_path / "source", hidden_size=96)
     both = {"format": "mlx", "scheme": "none", "embeddings": "w8a16", "head": "w8a16"}
     planned = make_plan(recipe(source, **both))

@@ -158,9 +158,8 @@ def stored_format(plan: Plan) -> Iterator[str]:
 def something_to_write(plan: Plan) -> Iterator[str]:
     """Whether the recipe changes anything, and quantizes in each block that stores scales of keys and values."""
     recipe = plan.recipe
-    if (
-        recipe.exporter.ENGINE
-    ):  # a conversion to another engine's format is a change; `stored_format` refuses a KV cache
+    # A conversion to another engine's format is a change, and `stored_format` refuses scales of keys and values.
+    if recipe.exporter.ENGINE:
         return
     if recipe.kv_cache and not plan.source.spec.engine.kv_scales:
         yield f"kv_cache: vLLM's class of {plan.source.spec.family} reads no scales of keys and values; leave it out"
@@ -187,7 +186,7 @@ def matrices_of_the_vocabulary(plan: Plan) -> Iterator[str]:
     for group in plan.vocabulary:
         target = (
             recipe.target if group.name == HEAD else None
-        )  # an embedding's rows are looked up, without a kernel's limits
+        )  # kernels' limits are of products, not of looking up rows
         scheme = plan.schemes[group.linears[0]]
         yield from shape_problems(source, group, scheme, recipe.exporter, target, remedy="leave it in bf16")
 
