@@ -34,8 +34,11 @@ def rotation(plan: Plan) -> Iterable[str]:
 def adapter_fits(plan: Plan) -> Iterator[str]:
     """Whether the recipe's adapter is of the model and can be merged, which a source in the work folder already has in it."""
     recipe, source = plan.recipe, plan.source
-    if recipe.adapter and source.path == recipe.model and (reason := adapter.adapter_problem(recipe.adapter, source)):
-        yield reason
+    if recipe.adapter and source.path == recipe.model:
+        try:
+            adapter.changes(recipe.adapter, source)
+        except UserError as error:
+            yield str(error)
 
 
 def visual_tokens(plan: Plan) -> Iterable[str]:
