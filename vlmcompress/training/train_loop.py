@@ -254,7 +254,12 @@ class _Loop:
         return tensors
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
-        """Restore what `state` returned; returns the log and the best values. Raises UserError if it is damaged."""
+        """Restore what `state` returned; returns the log and the best values.
+
+        Raises:
+            UserError: the log is damaged.
+            KeyError: a tensor is missing; `WorkFolder.opened` tells users so.
+        """
         schema.require_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():

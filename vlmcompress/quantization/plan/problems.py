@@ -187,9 +187,8 @@ def matrices_of_the_vocabulary(plan: Plan) -> Iterator[str]:
     elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec) and recipe.format != "mlx":
         yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
     for group in plan.vocabulary:
-        target = (
-            recipe.target if group.name == HEAD else None
-        )  # kernels' limits are of products, not of looking up rows
+        # Kernels' limits are of products, not of looking up rows.
+        target = recipe.target if group.name == HEAD else None
         scheme = plan.schemes[group.linears[0]]
         yield from shape_problems(source, group, scheme, recipe.exporter, target, remedy="leave it in bf16")
 
