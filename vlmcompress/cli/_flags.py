@@ -148,10 +148,10 @@ def settings(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help=about)
 
 
-def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
-    """Add the flags of long runs that write `out`; `whole`: "one is" or "ones are", for the help."""
+def resumable(parser: argparse.ArgumentParser, out: str) -> None:
+    """Add the flags of long runs that write `out`."""
     restartable(parser)
-    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} complete")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new one is complete")
 
 
 def restartable(parser: argparse.ArgumentParser) -> None:

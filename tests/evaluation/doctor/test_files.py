@@ -145,15 +145,11 @@ def test_nan_in_float8(source, tmp_path):
     assert f"{LAYER}.weight" in failures(tmp_path / "out")["values"]
 
 
-def test_without_weights_only_sizes_are_compared(patient):
+def test_a_flipped_bit_of_a_weight_file(patient):
     raw = bytearray((patient / "model.safetensors").read_bytes())
     raw[-100] ^= 1
     (patient / "model.safetensors").write_bytes(raw)
     assert "files" in failures(patient)
-    checks = {check.name: check for check in doctor.diagnose(patient, weights=False)}
-    assert all(check.ok for check in checks.values()) and "values" not in checks
-    (patient / "model.safetensors").write_bytes(raw[:-1])
-    assert not next(check for check in doctor.diagnose(patient, weights=False) if check.name == "files").ok
 
 
 def test_a_cut_tensor(patient):

@@ -92,27 +92,24 @@ class Server:
 def vllm_server(
     model: str | Path,
     *,
-    port: int | None = None,
     flags: Sequence[str] = (),
     timeout: float = 1800.0,
     log: str | Path | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Serve a checkpoint on this machine.
+    """Serve a checkpoint on a free port of this machine.
 
     Args:
         model: checkpoint folder.
-        port: port to listen on; None: a free one.
         flags: further flags of `vllm serve`; they override the checkpoint's.
         timeout: seconds within which the server must answer.
         settings: see `arguments_of`.
         log: file for the server's log, overwritten; None: a temporary one, deleted at the end.
 
     Raises:
-        UserError: there is no such checkpoint or no engine, the port is taken, or the server does not start.
+        UserError: there is no such checkpoint or no engine, or the server does not start.
     """
-    model, port = Path(model), port or free_port()
-    require_free_port(HOST, port)
+    model, port = Path(model), free_port()
     arguments = arguments_of(model, port=port, extra=flags, **settings)
     if line := slow(model):
         note(line)
