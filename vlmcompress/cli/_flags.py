@@ -88,7 +88,9 @@ class Parser(argparse.ArgumentParser):
             f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name
         ]
         hints = [f"did you mean {' or '.join(repr(name) for name in suggestions)}?"] if suggestions else []
-        if other:
+        if not unknown.startswith("-") and self.has("--out"):
+            hints.append("OUT is given by --out")
+        elif other:
             hints.append(
                 f"{'Flags' if suggestions else 'flags'} of {other} go after --, as in {self.prog} OUT -- {unknown}"
             )

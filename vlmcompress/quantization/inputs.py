@@ -152,7 +152,7 @@ def read_inputs(
 
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
-    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
+    """Load the plan's model, and encode the calibration samples if the run or the reducer needs them."""
     recipe = plan.recipe
     with phase("loading"):
         dtype = plan.source.float_type.dtype

@@ -240,7 +240,7 @@ def test_answers_and_divergence_together_are_bayes() -> None:
     for name, trial in trials.items():
         expected = slope * (trial.divergence or 0)
         density = norm.pdf(grid, -expected, math.hypot(VARY * expected, 1e-3))
-        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
+        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].variance))
         density /= density.sum()
         mean = (density * grid).sum()
         assert of[name].mean == pytest.approx(mean, abs=1e-6)

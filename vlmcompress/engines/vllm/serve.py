@@ -168,10 +168,14 @@ def arguments_of(
 
     Args:
         model: checkpoint folder.
+        host, port: where the server listens.
         images, videos: the most images and videos per request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
         speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         extra: further flags of `vllm serve`, which come last and win.
+
+    Raises:
+        UserError: a number is out of range, or there is no such folder, or none that vLLM reads with these flags.
     """
     counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
     for flag, (value, least) in counts.items():
