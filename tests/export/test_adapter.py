@@ -17,7 +17,9 @@ from vlmcompress import cli, models
 from vlmcompress.export import adapter
 from vlmcompress.models import Source
 from vlmcompress.recipe import resolve
+from vlmcompress.recipe.adapter import notes
 from vlmcompress.utils import identity, model_folder
+from vlmcompress.utils.errors import UserError
 
 LAYERS = ["q_proj", "v_proj", "down_proj", "qkv", "fc1"]  # of the decoder and of both kinds of tower
 KINDS = {
@@ -53,7 +55,6 @@ def test_merged_as_peft_merges(bases, family, kind, tmp_path):
     """Oracle: PEFT in float32, rounded to the base's type. Layers of decoder and tower, biases, whole modules."""
     expected = trained(bases[family], tmp_path / "adapter", **KINDS[kind])
     source = Source.of(bases[family])
-    assert adapter.adapter_problem(tmp_path / "adapter", source) is None
     adapter.write_merged(source, tmp_path / "adapter", tmp_path / "merged")
     merged = models.load(tmp_path / "merged").model.state_dict()
     before = models.load(bases[family]).model.state_dict()
@@ -88,13 +89,13 @@ def test_experts_merged_as_peft_merges(tmp_path):
 def test_an_adapter_folder_names_its_base(bases, tmp_path, capsys):
     """The base that the adapter names, or that is given with it; names as older releases of transformers wrote them."""
     expected = trained(bases["qwen2-5-vl"], tmp_path / "adapter")
-    tensors = load_file(tmp_path / "adapter" / adapter.WEIGHTS)
+    tensors = load_file(tmp_path / "adapter" / model_folder.ADAPTER_WEIGHTS)
     old = {
         name.replace(".model.language_model.", ".model.").replace(".model.visual.", ".visual."): t
         for name, t in tensors.items()
     }
     assert old.keys() != tensors.keys()
-    save_file(old, tmp_path / "adapter" / adapter.WEIGHTS)
+    save_file(old, tmp_path / "adapter" / model_folder.ADAPTER_WEIGHTS)
     assert cli.main(["quantize", str(tmp_path / "adapter"), "-o", str(tmp_path / "out"), "--scheme", "none"]) == 0
     merged = models.load(tmp_path / "out").model.state_dict()
     assert all(torch.equal(merged[name], value.to(merged[name].dtype)) for name, value in expected.items())
@@ -103,43 +104,54 @@ def test_an_adapter_folder_names_its_base(bases, tmp_path, capsys):
     assert not list(tmp_path.glob(".out*")), "nothing is left next to OUT"
     recipe = resolve({"model": str(bases["llava"]), "adapter": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe
     assert (recipe.model, recipe.adapter) == (bases["llava"], tmp_path / "adapter")
-    assert f"was trained on {bases['qwen2-5-vl']}; on another model" in adapter.adapter_notes(recipe)[-1]
-    assert not adapter.adapter_notes(resolve({"model": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe)
+    assert f"was trained on {bases['qwen2-5-vl']}; on another model" in notes(recipe.model, recipe.adapter)[-1]
+    recipe = resolve({"model": str(tmp_path / "adapter"), "scheme": "rtn"}).recipe
+    assert not notes(recipe.model, recipe.adapter)
     capsys.readouterr()
     assert cli.main(["eval", str(tmp_path / "adapter"), "--baseline", str(bases["llava"]), "--engine", "hf"]) == 2
     assert "is a LoRA adapter and no model" in capsys.readouterr().err
 
 
 def edited(folder, **settings):
-    config = json.loads((folder / adapter.CONFIG).read_text())
-    (folder / adapter.CONFIG).write_text(json.dumps(config | settings))
+    config = json.loads((folder / model_folder.ADAPTER_CONFIG).read_text())
+    (folder / model_folder.ADAPTER_CONFIG).write_text(json.dumps(config | settings))
 
 
 def renamed(folder, old, new):
-    tensors = load_file(folder / adapter.WEIGHTS)
-    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / adapter.WEIGHTS)
+    tensors = load_file(folder / model_folder.ADAPTER_WEIGHTS)
+    save_file(
+        {name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / model_folder.ADAPTER_WEIGHTS
+    )
 
 
 def without(folder, part):
-    tensors = load_file(folder / adapter.WEIGHTS)
-    save_file({name: tensor for name, tensor in tensors.items() if part not in name}, folder / adapter.WEIGHTS)
+    tensors = load_file(folder / model_folder.ADAPTER_WEIGHTS)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if part not in name}, folder / model_folder.ADAPTER_WEIGHTS
+    )
 
 
 BAD = {
     "another method": (lambda f: edited(f, peft_type="IA3"), "peft_type 'IA3' is not supported"),
-    "pissa": (lambda f: edited(f, init_lora_weights="pissa_niter_4"), "changes the base's weights as well"),
-    "no alpha": (lambda f: edited(f, lora_alpha="much"), "lora_alpha of .* is 'much', and should be a number"),
-    "pattern": (lambda f: edited(f, alpha_pattern={"(a": 4}), "alpha_pattern '\\(a' is not supported"),
-    "dora without lengths": (lambda f: edited(f, use_dora=True), "and use_dora of the config do not match"),
-    "half": (lambda f: without(f, "q_proj.lora_B"), "lacks lora_B"),
+    "pissa": (
+        lambda f: edited(f, init_lora_weights="pissa_niter_4"),
+        "init_lora_weights 'pissa_niter_4' is not supported",
+    ),
+    "no alpha": (lambda f: edited(f, lora_alpha="much"), "PEFT can't merge .*adapter into Qwen2_5_VL.*'str' and 'int'"),
+    "pattern": (lambda f: edited(f, alpha_pattern={"(a": 4}), "PEFT can't merge .* unterminated subpattern"),
+    "dora without lengths": (lambda f: edited(f, use_dora=True), "are of no layer, or lacking, first .*lora_magnitude"),
+    "half": (lambda f: without(f, "q_proj.lora_B"), "2 tensors are of no layer, or lacking, first .*q_proj.lora_B"),
     "other layers": (
         lambda f: renamed(f, "self_attn", "attention"),
-        "has no place in Qwen2_5_VLForConditionalGeneration",
+        "are of no layer, or lacking, first .*attention.q_proj",
     ),
-    "other shapes": (lambda f: renamed(f, "down_proj", "up_proj"), "has A and B of .*, and the base's weight is"),
-    "pickled": (lambda f: (f / adapter.WEIGHTS).rename(f / "adapter_model.bin"), "only pickled weights"),
-    "cut short": (lambda f: (f / adapter.WEIGHTS).write_bytes(b"\x10"), "not a complete safetensors file"),
-    "no config": (lambda f: (f / adapter.CONFIG).write_text("{"), "adapter_config.json is not readable"),
+    "other shapes": (lambda f: renamed(f, "down_proj", "up_proj"), "size mismatch for .*up_proj.lora_A"),
+    "pickled": (
+        lambda f: (f / model_folder.ADAPTER_WEIGHTS).rename(f / "adapter_model.bin"),
+        "No such file or directory: .*adapter_model.safetensors",
+    ),
+    "cut short": (lambda f: (f / model_folder.ADAPTER_WEIGHTS).write_bytes(b"\x10"), "header too small"),
+    "no config": (lambda f: (f / model_folder.ADAPTER_CONFIG).write_text("{"), "adapter_config.json is not readable"),
     "no base": (lambda f: edited(f, base_model_name_or_path="/gone"), "names the base '/gone', which does not exist"),
 }
 
@@ -165,9 +177,8 @@ def test_bad_adapters_are_one_line(case, good, tmp_path, capsys):
 
 def test_a_tied_head_is_refused(bases, tmp_path):
     trained(bases["gemma3"], tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
-    assert "shares the embedding's weights" in (
-        adapter.adapter_problem(tmp_path / "adapter", Source.of(bases["gemma3"])) or ""
-    )
+    with pytest.raises(UserError, match="shares the embedding's weights"):
+        adapter.changes(tmp_path / "adapter", Source.of(bases["gemma3"]))
 
 
 def resized(base, out, **settings):

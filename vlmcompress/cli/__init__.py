@@ -43,6 +43,7 @@ _EXTRAS = {
     "llmcompressor": "block-search",
     "datasets": "compress",
     "pyarrow": "compress",
+    "peft": "compress",
     "lm_eval": "eval",
     "aiohttp": "eval",
     "openai": "eval",

@@ -250,7 +250,7 @@ def derive_source(recipe: Recipe, work: WorkFolder, progress: Progress) -> Sourc
         source = derived("dequantized", "dequantizing", functools.partial(write_dequantized, recipe.model))
     if recipe.adapter:
         base = source or Source.of(recipe.model)
-        merge = functools.partial(adapter.write_merged, base, recipe.adapter, device=device)
+        merge = functools.partial(adapter.write_merged, base, recipe.adapter)
         source = derived("merged", "merging the adapter", merge)
     if recipe.rotate:
         base = source or Source.of(recipe.model)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress import models
-from vlmcompress.export import adapter
 from vlmcompress.export.manifest import MANIFEST, build
 from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
@@ -50,7 +49,7 @@ from vlmcompress.quantization.plan import make_plan, with_problems
 from vlmcompress.quantization.plan.calibration_data import require_calibration_data
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.quantization.plan.visual_tokens import visual_tokens
-from vlmcompress.recipe import Recipe
+from vlmcompress.recipe import Recipe, adapter
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.choice import calibrated
 from vlmcompress.reduction.hooks import resizing
@@ -462,7 +461,7 @@ def _plan_warnings(plan: Plan, origin: Mapping[str, Any] | None) -> list[str]:
     lines += models.unused_text(source)
     lines += [*models.cast_text(source), *models.mtp_warnings(source.spec, source.config, source.stored)]
     # other files in the folders of model and adapter, and how they were handled
-    lines += [*models.asides(recipe.model), *adapter.adapter_notes(recipe)]
+    lines += [*models.asides(recipe.model), *adapter.notes(recipe.model, recipe.adapter)]
     if beyond := models.unembedded(recipe.inputs_folder, models.rows_of(plan.source.meta_model)):
         lines.append(f"{beyond}; a prompt with one of them fails")
     if left := model_folder.unrelated_files(recipe.model):

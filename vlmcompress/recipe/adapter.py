@@ -7,13 +7,14 @@ adapter was trained with these files, they replace the base's.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from vlmcompress.utils import hub, identity, json_files, model_folder, schema
+from vlmcompress.utils import hub, json_files, model_folder, schema
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.model_folder import ADAPTER_CONFIG as CONFIG
 
@@ -23,10 +24,8 @@ _NAME = "base_model_name_or_path"
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of the adapter's config. Raises `UserError` where it can't be read."""
-    content: dict[str, Any] = schema.read_typed(
-        dict[str, Any], folder / CONFIG, "give the folder that PEFT's save_pretrained wrote"
-    )
-    return content
+    remedy = "give the folder that PEFT's save_pretrained wrote"
+    return dict(schema.read_typed(dict[str, Any], folder / CONFIG, remedy))
 
 
 def replaced(model: Path, adapter: Path | None) -> list[str]:
@@ -43,56 +42,50 @@ def inputs_folder(model: Path, adapter: Path | None) -> Path:
     kinds = replaced(model, adapter)
     if adapter is None or not kinds:
         return model
-    files = [folder / place for folder in (model, adapter) for place in model_folder.processing_files(folder)]
-    return _overlaid(model, adapter, tuple(kinds), tuple(identity.unchanged(files)))
+    places = (Path("config.json"), *model_folder.companions(model))
+    files = {str(place): (model / place).read_bytes() for place in places} | _content(model, "chat template")
+    for kind in kinds:
+        brought = _content(adapter, kind)
+        if kind != "tokenizer" or any(
+            Path(name).name in _VOCABULARY for name in brought
+        ):  # else: settings of the base's
+            files = {name: content for name, content in files.items() if name not in _content(model, kind)}
+        files |= brought
+    return _written(tuple(files.items()))
 
 
 @functools.cache
-def _overlaid(model: Path, adapter: Path, kinds: tuple[str, ...], _state: tuple[tuple[str, int, int], ...]) -> Path:
-    """The temporary folder of `inputs_folder`. `_state`: state of both folders' files, so that a change makes a new
-    one."""
+def _written(files: tuple[tuple[str, bytes], ...]) -> Path:
+    """A temporary folder of files (place, content)."""
     folder = Path(tempfile.mkdtemp(prefix="vlmcompress-inputs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    files = {place: model / place for place in (Path("config.json"), *model_folder.companions(model))}
-    for kind in kinds:
-        brought = model_folder.processing_files(adapter, kind)
-        if kind != "tokenizer" or any(place.name in _VOCABULARY for place in brought):  # else: settings of the base's
-            for place in model_folder.processing_files(model, kind):
-                del files[place]
-        files |= {place: adapter / place for place in brought}
-    for place, file in files.items():
+    for place, content in files:
         (folder / place).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / place)
-    template = _inline_template(adapter if "chat template" in kinds else model)
-    if template and not model_folder.processing_files(folder, "chat template"):
-        (folder / "chat_template.jinja").write_bytes(template)
+        (folder / place).write_bytes(content)
     return folder
 
 
 def _content(folder: Path, kind: str) -> dict[str, bytes]:
     """Name -> content of the files of a kind. A chat template within tokenizer_config.json counts as a template file."""
     files = {str(place): (folder / place).read_bytes() for place in model_folder.processing_files(folder, kind)}
-    if kind == "chat template" and not files and (template := _inline_template(folder)):
-        files["chat_template.jinja"] = template
+    if kind == "chat template" and not files:  # older releases of transformers keep it in tokenizer_config.json
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            template = json_files.read(folder / "tokenizer_config.json").get("chat_template")
+            files = {"chat_template.jinja": template.encode()}  # AttributeError for another value than text
     return files
 
 
-def _inline_template(folder: Path) -> bytes | None:
-    """The chat template that older releases of transformers keep in tokenizer_config.json."""
-    try:
-        template = json_files.read(folder / "tokenizer_config.json").get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return template.encode() if isinstance(template, str) else None
-
-
-def other_base(model: Path, folder: Path) -> str | None:
-    """The base that the adapter names, if its folder or the last part of its name is not that of `model`; else None."""
-    name = read_adapter_config(folder).get(_NAME)
-    if not isinstance(name, str) or not name or Path(name).resolve() == model.resolve():
-        return None
-    here = hub.display_path(model).partition("@")[0]
-    return None if Path(name).name.lower() == Path(here).name.lower() else name
+def notes(model: Path, adapter: Path | None) -> list[str]:
+    """Notes about files of a model that its adapter replaces, and about another base that the adapter names."""
+    if adapter is None:
+        return []
+    kinds = replaced(model, adapter)
+    lines = [f"the adapter's {' and '.join(kinds)} replaced the base's"] if kinds else []
+    base = read_adapter_config(adapter).get(_NAME)
+    names = {Path(name).name.lower() for name in (str(model), hub.display_path(model).partition("@")[0])}
+    if isinstance(base, str) and base and Path(base).name.lower() not in names:
+        lines.append(f"the adapter was trained on {base}; on another model its changes are wrong, even if shapes fit")
+    return lines
 
 
 def base_of(folder: Path) -> str:

@@ -125,8 +125,10 @@ class Target:
         if scheme is None:
             return None
         key, weights = format_key(scheme), scheme.weights
-        why = self.no_experts
-        if key == "w4a8-int":
+        why = None
+        if self.no_experts:
+            why = self.no_experts
+        elif key == "w4a8-int":
             why = "has no kernel for experts of 4 bits with 8-bit activations; use 16-bit activations (awq, gptq, mbq)"
         elif key == "w8a16" and not weights.symmetric:
             why = "runs experts of 8 bits with symmetric weights only; use --set options.symmetric=true"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.engines.vllm.served_model import Attention, describe
-from vlmcompress.export import adapter, readers
+from vlmcompress.export import readers
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models.data import Preview
 from vlmcompress.numerics import label
@@ -20,7 +20,7 @@ from vlmcompress.quantization.plan import make_plan
 from vlmcompress.quantization.plan.calibration_data import encode_preview, preview_data
 from vlmcompress.quantization.plan.kv_cache import kv_cache_check
 from vlmcompress.quantization.plan.plan import Plan
-from vlmcompress.recipe import Recipe, targets
+from vlmcompress.recipe import Recipe, adapter, targets
 from vlmcompress.recipe.targets import Target
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError, did_you_mean
@@ -74,7 +74,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
     report += _format(plan, engine)
     report.append(_processor(recipe.inputs_folder))
     report += _vocabulary(plan)
-    lines = [*models.asides(recipe.model), *adapter.adapter_notes(recipe), *models.cast_text(plan.source)]
+    lines = [*models.asides(recipe.model), *adapter.notes(recipe.model, recipe.adapter), *models.cast_text(plan.source)]
     lines += models.unused_text(plan.source)
     report += [Check("folder", True, line) for line in lines]
     report += _names(plan, engine)
