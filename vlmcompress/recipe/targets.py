@@ -119,11 +119,9 @@ class Target:
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
 
     def experts_problem(self, scheme: Any) -> str | None:
-        """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
-
-        What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
-        `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
-        """
+        """Why this machine runs no experts of a mixture in a `numerics.Scheme`, with an alternative; None where it does."""
+        # What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
+        # `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
         if scheme is None:
             return None
         key, weights = format_key(scheme), scheme.weights

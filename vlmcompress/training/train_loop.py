@@ -33,6 +33,8 @@ PATIENCE = 4
 DIVERGED = 2.0
 WARM_UP = 0.1  # share of the steps for warm-up
 MOST_WARM_UP = 20  # steps
+STATE = "state"
+"""File name of the loop's state in a work folder."""
 _NOISE = 1e-4  # nats; a smaller divergence is rounding error
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -62,9 +64,9 @@ class LoopSettings:
     diverged: float = DIVERGED
 
     @classmethod
-    def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> LoopSettings:
-        """The settings from a command's flags (`steps`, `batch`, `lr`, `every`)."""
-        return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
+    def of(cls, flags: Any, seed: int, **others: Any) -> LoopSettings:
+        """The settings from a command's flags (`steps`, `batch`, `lr`, `every`); `others`: further attributes."""
+        return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, **others)
 
 
 def require_flags(training: Any, *counts: str) -> None:
@@ -99,7 +101,7 @@ class TrainLog:
         self.best = min(self.best, self.first)
         self.history = [(int(step), value) for step, value in self.history]
 
-    def record(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
+    def record(self, value: float, patience: int, diverged: float) -> bool:
         """Record the held-out divergence after `step`; returns whether it is the best so far. Other arguments as in
         `LoopSettings`."""
         self.history.append((self.step, value))
@@ -112,10 +114,6 @@ class TrainLog:
         elif since >= patience:
             self.ended = f"the held-out divergence had not fallen for {since} measurements"
         return better
-
-
-STATE = "state"
-"""File name of the loop's state in a work folder."""
 
 
 def learning_rate(step: int, steps: int) -> float:

@@ -287,7 +287,7 @@ def test_derived_weights_are_quantized_as_planned(models, tmp_path, derivation):
     assert after.source.path == alone.source.path == derived.path != before.source.path
     same = {
         *("method", "assigned", "blocks", "head", "vision_method", "vision_groups", "schemes", "layers", "budget"),
-        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "observed_after", "needs_data"),
+        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "observes", "needs_data"),
     }
     for name in sorted(same):
         assert getattr(before, name) == getattr(after, name) == getattr(alone, name), name

@@ -316,9 +316,9 @@ class Plan:
         )
 
     @property
-    def observed_after(self) -> str | None:
-        """The blocks after which a block's input is observed, "quantized" ones; None: it is not observed."""
-        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
+    def observes(self) -> bool:
+        """Whether the inputs of blocks are observed, each after quantized blocks."""
+        return self.needs_data or bool(self.recipe.calibrate.data and any(self.steps))
 
     @cached_property
     def fused_layers(self) -> list[partition.FusedLayer]:
@@ -355,7 +355,7 @@ class Plan:
             "weights_after": self.bytes_after,
             "peak_memory_estimate": self.peak_bytes,
             "needs_calibration_data": self.needs_data,
-            "prefix": self.observed_after,
+            "prefix": "quantized" if self.observes else None,
             "allocation": self.allocation,
             "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
             "problems": [*self.problems],
