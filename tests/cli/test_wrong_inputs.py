@@ -164,7 +164,7 @@ quantise: 'quantise' 'quantize'
 convert ct -o new: convert export
 quantize llava --sheme awq: --sheme --scheme
 quantize llava --scheme: --scheme value
-quantize llava extra --scheme rtn: extra
+quantize llava extra --scheme rtn: extra --out
 quantize llava --scheme Fp8 --bits 4: fp8 options.bits
 quantize llava --scheme int5: int5 awq
 quantize llava --set seed: --set seed key.sub=value

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.places import ROOT
 from tests.kit.processes import alive, wait_until_gone
-from vlmcompress.engines.vllm.serve import free_port, vllm_server
+from vlmcompress.engines.vllm.serve import free_port, require_free_port, vllm_server
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.utils.errors import UserError
@@ -26,16 +26,12 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         pass
 
 
-def test_a_taken_port_is_refused(checkpoint: Path) -> None:
+def test_a_taken_port_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(UserError, match="can't be listened on .*choose another --port"),
-            vllm_server(checkpoint, port=port),
-        ):
-            pass
+        with pytest.raises(UserError, match="can't be listened on .*choose another --port"):
+            require_free_port("127.0.0.1", taken.getsockname()[1])
 
 
 def test_death_at_start_shows_the_last_error_lines(checkpoint: Path, broken, tmp_path: Path) -> None:

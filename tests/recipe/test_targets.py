@@ -131,6 +131,12 @@ def test_cpu_refuses_eight_bit_weights_only_and_three_bits():
     assert "options.bits" in targets.target_problems("cpu", W3)[0]
 
 
+def test_a_machine_without_kernels_for_experts_names_no_scheme_for_them():
+    """Other reasons name another scheme, which it would refuse next."""
+    for scheme in (W4, W8, W4A8, FP8):
+        assert targets.get_target("cpu").experts_problem(scheme).endswith(targets.get_target("cpu").no_experts)
+
+
 def test_unknown_target_has_a_suggestion():
     with pytest.raises(UserError, match="unknown target 'h10'; did you mean 'h100'"):
         targets.get_target("h10")

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmcompress.training.train_loop import PATIENCE, LoopSettings, TrainLog, learning_rate, mean_loss, order, train
+from vlmcompress.training.train_loop import (
+    DIVERGED,
+    PATIENCE,
+    LoopSettings,
+    TrainLog,
+    learning_rate,
+    mean_loss,
+    order,
+    train,
+)
 from vlmcompress.utils.work_folder import WorkFolder
 
 
@@ -38,7 +47,7 @@ def noted(*values: float, first: float = 1.0) -> tuple[TrainLog, list[bool]]:
     log, better = TrainLog(first), []
     for value in values:
         log.step += 25
-        better.append(log.record(value))
+        better.append(log.record(value, PATIENCE, DIVERGED))
     return log, better
 
 

@@ -88,7 +88,9 @@ class Parser(argparse.ArgumentParser):
             f"--{name}" for name in [closest(flag.lstrip("-"), flags, 0.7)] if name
         ]
         hints = [f"did you mean {' or '.join(repr(name) for name in suggestions)}?"] if suggestions else []
-        if other:
+        if not unknown.startswith("-") and self.has("--out"):
+            hints.append("OUT is given by --out")
+        elif other:
             hints.append(
                 f"{'Flags' if suggestions else 'flags'} of {other} go after --, as in {self.prog} OUT -- {unknown}"
             )
@@ -148,10 +150,10 @@ def settings(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help=about)
 
 
-def resumable(parser: argparse.ArgumentParser, out: str, whole: str = "one is") -> None:
-    """Add the flags of long runs that write `out`; `whole`: "one is" or "ones are", for the help."""
+def resumable(parser: argparse.ArgumentParser, out: str) -> None:
+    """Add the flags of long runs that write `out`."""
     restartable(parser)
-    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new {whole} complete")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {out} once the new one is complete")
 
 
 def restartable(parser: argparse.ArgumentParser) -> None:

@@ -111,7 +111,7 @@ def plan_text(plan: Plan, resolved: Resolved, preview: Preview | None) -> str:
         ("devices", devices_text(plan.device_counts)),
         (
             "prefix",
-            "quantized: blocks are solved after quantized ones" if plan.observed_after else "none: nothing is observed",
+            "quantized: blocks are solved after quantized ones" if plan.observes else "none: nothing is observed",
         ),
     ]
     lines = [f"Recipe for {plan.recipe.plain()['model']} ({plan.source.spec.family})", table(settings)]

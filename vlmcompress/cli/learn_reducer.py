@@ -51,7 +51,7 @@ def options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Train the network and report its held-out divergence, or learn the thresholds."""
+    """Learn thresholds if OUT ends in .json, else train a scorer and report its held-out divergence."""
     return _thresholds(args) if args.out.endswith(".json") else _scorer(args)
 
 

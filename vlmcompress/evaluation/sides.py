@@ -105,7 +105,8 @@ def _provenance(path: Path, record: Mapping[str, Any]) -> Provenance | None:
 
 
 def calibration_images(model: str | Path) -> frozenset[str] | None:
-    """The hashes of the images that a checkpoint was calibrated on, see `models.data.provenance`; None where not known."""
+    """The hashes of the images that a checkpoint was calibrated on (`models.data.provenance`), empty where it was on none; None
+    where that is not known: there is no manifest of ours, or no hashes in it."""
     try:
         record = manifest.read_manifest(Path(model)) if Path(model).is_dir() else {}
     except UserError:

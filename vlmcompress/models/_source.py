@@ -31,7 +31,13 @@ from vlmcompress.utils.tensor_headers import Entry, Spec, read_entries
 
 @dataclass(frozen=True)
 class VLM:
-    """A loaded model. `processor` turns images and chat messages into model inputs."""
+    """A loaded model.
+
+    Attributes:
+        processor: turns images and chat messages into model inputs.
+        spec: the model's family.
+        path: the folder that messages and records name: the recipe's model, also for one derived from it.
+    """
 
     model: PreTrainedModel
     processor: Any

@@ -152,7 +152,7 @@ def read_inputs(
 
 
 def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
-    """Read the model, with calibration samples if the run or the reducer needs them, and the origin of its statistics."""
+    """Load the plan's model, and encode the calibration samples if the run or the reducer needs them."""
     recipe = plan.recipe
     with phase("loading"):
         dtype = plan.source.float_type.dtype
@@ -165,8 +165,9 @@ def read_for_plan(plan: Plan, progress: Progress) -> Inputs:
         models.untie(vlm.model, vlm.spec)
     if not plan.reads_data:
         return Inputs(vlm, [], None, recipe.resize)
-    inputs = read_inputs(recipe, vlm, data_reason(plan), progress, hold_out=plan.observed_after is not None)
-    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": plan.observed_after})
+    inputs = read_inputs(recipe, vlm, data_reason(plan), progress, hold_out=plan.observes)
+    prefix = "quantized" if plan.observes else None
+    return replace(inputs, origin=inputs.origin and inputs.origin | {"prefix": prefix})
 
 
 def fit_resize(resize: Resize | None, vlm: VLM, samples: Sequence[Sample]) -> Resize | None:

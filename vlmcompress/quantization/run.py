@@ -59,6 +59,10 @@ from vlmcompress.utils.progress import Progress, phase, silent, timed_phases
 from vlmcompress.utils.text import size
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
 
+ENOUGH = 32
+"""Calibration samples below which a run warns."""
+_TIED = "tie_word_embeddings"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -130,7 +134,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                     counter = fit_counter(plan.visual_tokens, reducer, vlm, inputs.samples)
                 # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
                 # the shorter inputs that the reducer leaves the decoder. Images are freed.
-                inputs = replace(inputs, samples=inputs.samples if plan.observed_after == "quantized" else [])
+                inputs = replace(inputs, samples=inputs.samples if plan.observes else [])
                 inputs = inputs.reduced(reducer, progress)
                 learned = {"reduce": reducer and reducer.plain(), "resize": inputs.resize}
                 work.begin({"samples": inputs.origin, "learned": learned})
@@ -164,7 +168,7 @@ def space_needed(plan: Plan, out: Path) -> int:
     """Bytes that a run needs next to those that an earlier one left: OUT, calibrated blocks, a rotated or 16-bit model."""
     stored = (
         block_bytes(scheme.weights, plan.source.stored[plan.source.names[f"{linear}.weight"]].shape)
-        for groups in (plan.steps if plan.observed_after else ())
+        for groups in (plan.steps if plan.observes else ())
         for group in groups
         if (scheme := plan.method.of(group).scheme)
         for linear in group.linears
@@ -207,7 +211,7 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
     # inputs are rounded, "absmax", with which the rows are kept that this rounding's error is measured on.
     spec = CaptureSpec(
         method.needs.statistics & STATISTICS | {"gram"} | ({"absmax"} if method.rounds_inputs else set()),
-        "blocks",
+        "quantized",
         bool(run.recipe.kv_cache),
         all_experts=run.recipe.calibrate.all_experts,
         held_out=len(inputs.held_out),
@@ -338,7 +342,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         recipe = recipe.model_copy(update={"reduce": scorer_file.carried(recipe.reduce)})  # as the checkpoint has it
 
     results = []
-    if plan.observed_after:
+    if plan.observes:
         results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
     manifest = run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None)
     quantized = _quantized_layers(run, manifest["errors"])
@@ -387,7 +391,7 @@ def _quantized_layers(run: Run, errors: dict[str, dict[str, float]]) -> Mapping[
     """
     plan, model = run.plan, run.vlm.model
     parts: list[RoundedLayers | StoredWeights] = []
-    if plan.observed_after:
+    if plan.observes:
         parts.append(StoredWeights(run.work, plan.steps, plan.method))
     else:
         parts.append(RoundedLayers(model, [*itertools.chain(*plan.steps)], plan.method, errors))
@@ -399,11 +403,6 @@ def _quantized_layers(run: Run, errors: dict[str, dict[str, float]]) -> Mapping[
         method = QuantMethod.named("rtn", bits=bits, group_size=group, symmetric=symmetric)
         parts.append(RoundedLayers(model, [Group(0, "embedding", (embedding,))], method))
     return ChainMap(*parts)  # type: ignore[arg-type]  # it is not written to
-
-
-ENOUGH = 32
-"""Calibration samples below which a run warns."""
-_TIED = "tie_word_embeddings"
 
 
 def run_manifest(

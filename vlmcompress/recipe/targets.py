@@ -119,16 +119,16 @@ class Target:
         return f"{self.title} has no known kernel for {key}; use {self.schemes[None]}"
 
     def experts_problem(self, scheme: Any) -> str | None:
-        """The reason why this machine does not run experts of a mixture in a `numerics.Scheme`, or None.
-
-        What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
-        `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
-        """
+        """Why this machine runs no experts of a mixture in a `numerics.Scheme`, with an alternative; None where it does."""
+        # What vLLM 0.32's kernels for experts do not support was determined with a pretended platform, as for linear layers:
+        # `fused_moe/oracle/w4a8_int8.py` (Arm only), `int_wna16.py`, `compressed_tensors_moe_w8a8_fp8.py`.
         if scheme is None:
             return None
         key, weights = format_key(scheme), scheme.weights
-        why = self.no_experts
-        if key == "w4a8-int":
+        why = None
+        if self.no_experts:
+            why = self.no_experts
+        elif key == "w4a8-int":
             why = "has no kernel for experts of 4 bits with 8-bit activations; use 16-bit activations (awq, gptq, mbq)"
         elif key == "w8a16" and not weights.symmetric:
             why = "runs experts of 8 bits with symmetric weights only; use --set options.symmetric=true"

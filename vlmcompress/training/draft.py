@@ -215,7 +215,7 @@ def _train(
     log, best = train(
         tensors,
         draft_data.first,
-        LoopSettings.of(training, seed, "training the draft"),
+        LoopSettings.of(training, seed, label="training the draft"),
         loss=loss,
         held_out=lambda: mean_loss(loss, draft_data.held_out),
         work=work,

@@ -168,7 +168,7 @@ class _Training:
             log, best = train(
                 trained,
                 self.first,
-                LoopSettings.of(settings, self.seed, "training the scorer", patience=PATIENCE, diverged=DIVERGED),
+                LoopSettings.of(settings, self.seed, label="training the scorer", patience=PATIENCE, diverged=DIVERGED),
                 loss=self._noisy_loss,
                 held_out=lambda: self._measured([self._hard(keep) for keep in settings.judged()]),
                 changed=self._changed,

@@ -33,6 +33,8 @@ PATIENCE = 4
 DIVERGED = 2.0
 WARM_UP = 0.1  # share of the steps for warm-up
 MOST_WARM_UP = 20  # steps
+STATE = "state"
+"""File name of the loop's state in a work folder."""
 _NOISE = 1e-4  # nats; a smaller divergence is rounding error
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -62,9 +64,9 @@ class LoopSettings:
     diverged: float = DIVERGED
 
     @classmethod
-    def of(cls, flags: Any, seed: int, label: str = "recovering", **settings: Any) -> LoopSettings:
-        """The settings from a command's flags (`steps`, `batch`, `lr`, `every`)."""
-        return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, label, **settings)
+    def of(cls, flags: Any, seed: int, **others: Any) -> LoopSettings:
+        """The settings from a command's flags (`steps`, `batch`, `lr`, `every`); `others`: further attributes."""
+        return cls(flags.steps, flags.batch, flags.lr, flags.every, seed, **others)
 
 
 def require_flags(training: Any, *counts: str) -> None:
@@ -99,7 +101,7 @@ class TrainLog:
         self.best = min(self.best, self.first)
         self.history = [(int(step), value) for step, value in self.history]
 
-    def record(self, value: float, patience: int = PATIENCE, diverged: float = DIVERGED) -> bool:
+    def record(self, value: float, patience: int, diverged: float) -> bool:
         """Record the held-out divergence after `step`; returns whether it is the best so far. Other arguments as in
         `LoopSettings`."""
         self.history.append((self.step, value))
@@ -112,10 +114,6 @@ class TrainLog:
         elif since >= patience:
             self.ended = f"the held-out divergence had not fallen for {since} measurements"
         return better
-
-
-STATE = "state"
-"""File name of the loop's state in a work folder."""
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -254,7 +252,12 @@ class _Loop:
         return tensors
 
     def restore(self, state: dict[str, Tensor], facts: dict[str, Any]) -> tuple[TrainLog, dict[str, Tensor]]:
-        """Restore what `state` returned; returns the log and the best values. Raises UserError if it is damaged."""
+        """Restore what `state` returned; returns the log and the best values.
+
+        Raises:
+            UserError: the log is damaged.
+            KeyError: a tensor is missing; `WorkFolder.opened` tells users so.
+        """
         schema.require_value(TrainLog, facts, "the state of the interrupted run", "begin anew with --restart")
         for name, tensor in self.trained.items():
             with torch.no_grad():

@@ -227,12 +227,15 @@ def torch_cache() -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
 
 
-def require_space(out: Path, needed: int, remedy: str = "free some or choose another output") -> None:
-    """Raise `UserError` if OUT's file system has fewer than `needed` bytes free; `remedy` ends the message."""
+def require_space(out: Path, needed: int) -> None:
+    """Raise `UserError` if OUT's file system has fewer than `needed` bytes free."""
     folder = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"no space for {out}: it needs about {size(needed)}, {folder} has {size(free)} free; {remedy}")
+        raise UserError(
+            f"no space for {out}: it needs about {size(needed)}, {folder} has {size(free)} free; free some or choose another "
+            "output"
+        )
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -54,9 +54,9 @@ def smaller(before: float, after: float) -> str:
     return f"{times(before / after)} smaller" if after <= before else f"{times(after / before)} larger"
 
 
-def points(share: float, digits: int = 1) -> str:
+def points(share: float) -> str:
     """Format a difference of shares in percentage points: `-0.013` as `-1.3`; zero as `0.0`, without a sign."""
-    text = f"{100 * share:+.{digits}f}"
+    text = f"{100 * share:+.1f}"
     return text if float(text) else text[1:]
 
 

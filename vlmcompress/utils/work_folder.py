@@ -157,7 +157,7 @@ class WorkFolder:
     @contextlib.contextmanager
     def _replaced(self, path: Path) -> Iterator[Path]:
         """Yield a temporary path to write to; at the end of the context that file is synced and replaces `path`."""
-        part = path.with_suffix(".part")
+        part = path.with_name(f"{path.name}.part")
         with folders.user_errors(path):
             yield part
             folders.sync_file(part)

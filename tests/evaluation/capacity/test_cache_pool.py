@@ -78,7 +78,7 @@ def test_heads_of_keys_are_divided_and_then_copied():
     assert described.layers(2, width=1)[0].token_bytes == 1024 and described.layers(2, 1, 4)[0].token_bytes == 2 * 4 * (
         128 + 4
     )
-    assert tp_choices(described, 16) == [1, 2, 4, 8, 16]
+    assert tp_choices(described) == [1, 2, 4, 8, 16]
     assert "32 attention heads" in str(tp_problem(described, 3)) and "heads of keys" in str(
         tp_problem(decoder(Attention(24, 8, 64)), 6)
     )

@@ -112,6 +112,18 @@ def test_nothing_in_common(tmp_path):
         layers.compare_errors(first, other)
 
 
+def test_a_kind_is_compared_over_the_layers_that_have_it_in_both() -> None:
+    """An expert that got no visual tokens of some data has no error of that kind; one that got no tokens at all has none."""
+    first = LayerErrors("a", {A: {"text": 0.01, "vision": 0.04}, B: {"text": 0.02, "vision": 0.02, "answer": 0.03}})
+    other = LayerErrors("b", {A: {"text": 0.01, "answer": 0.01}, B: {"text": 0.01, "vision": 0.01}, "idle": {}})
+    changes = layers.compare_errors(first, other)
+    assert changes["vision"] == {"before": 0.02, "after": 0.01, "ratio": pytest.approx(0.5), "better": 1, "worse": 0}
+    assert list(changes) == ["text", "vision"]
+    rows = [line.split() for line in layers.errors_text(first, other).splitlines()]
+    assert next(row for row in rows if row[0] == "better,")[-1] == "-"
+    assert next(row for row in rows if row[0] == "idle")[1:] == ["-", "->", "-"] * 3
+
+
 def test_errors_of_zero_have_no_factor() -> None:
     """A layer that was exact before, and one that only one checkpoint has, are without a ratio."""
     first = LayerErrors("a", {"exact": {"text": 0.0}, "same": {"text": 0.02}, "gone": {"text": 0.01}})

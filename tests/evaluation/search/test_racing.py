@@ -240,15 +240,15 @@ def test_answers_and_divergence_together_are_bayes() -> None:
     for name, trial in trials.items():
         expected = slope * (trial.divergence or 0)
         density = norm.pdf(grid, -expected, math.hypot(VARY * expected, 1e-3))
-        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].error))
+        density *= norm.pdf(alone[name].mean, grid, math.sqrt(alone[name].variance))
         density /= density.sum()
         mean = (density * grid).sum()
         assert of[name].mean == pytest.approx(mean, abs=1e-6)
-        assert of[name].error == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
+        assert of[name].variance == pytest.approx((density * (grid - mean) ** 2).sum(), rel=1e-4)
     assert alone["b"] == Estimate.of(MeanDifference([-1.0] * 9 + [0.0] * 191), 0.02)
     assert estimates({name: trials[name] for name in "ab"}, 0.02) == {name: alone[name] for name in "ab"}
     both = alone["a"] + alone["b"]
-    assert both == Estimate(pytest.approx(-0.05), alone["a"].error + alone["b"].error, alone["b"].spread)
+    assert both == Estimate(pytest.approx(-0.05), alone["a"].variance + alone["b"].variance, alone["b"].spread)
 
 
 @pytest.mark.parametrize("questions", [None, 500, 2000])

@@ -65,7 +65,7 @@ def same(vlm: VLM, batches, spec: CaptureSpec, expected: Rows) -> None:
     assert layers == [layer for layer, groups in enumerate(blocks) if groups]
 
 
-@pytest.mark.parametrize("prefix", ["float", "blocks"])
+@pytest.mark.parametrize("prefix", ["float", "quantized"])
 def test_statistics_are_those_of_the_whole_model(family, loaded, prefix):
     """Padding is in none, text without an image and images of several sizes and counts run in batches of their own."""
     vlm = wide(loaded(family))
@@ -92,7 +92,7 @@ def test_the_new_output_of_a_changed_block_is_passed_on(model_name, loaded):
     batches, blocks = encode(samples(), vlm), decoder_blocks(vlm.model, vlm.spec)
     changed = VLM(copy.deepcopy(vlm.model), vlm.processor, vlm.spec, vlm.path)
     first = next(layer for layer, groups in enumerate(blocks) if groups)
-    spec = CaptureSpec(STATISTICS, "blocks")
+    spec = CaptureSpec(STATISTICS, "quantized")
     for layer, captured in capture_blocks(vlm, blocks, batches, spec, finished=lambda layer: layer == first):
         assert (captured is None) is (layer == first)
         if captured is not None:
@@ -161,7 +161,7 @@ def test_drawn_rows_do_not_depend_on_batches(loaded, monkeypatch):
                 torch.testing.assert_close(ours.stats[group].sample()[name], rows, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("prefix", ["float", "blocks"])
+@pytest.mark.parametrize("prefix", ["float", "quantized"])
 def test_one_bad_sample_in_a_batch_is_named(loaded, prefix):
     """NaN in one sample's pixels: the message names the sample and the first layer; NaN where nothing counts is no matter."""
     vlm = wide(loaded("llava"))
@@ -183,5 +183,5 @@ def test_the_model_is_left_as_it_was(loaded):
     before = dict(vlm.model.named_modules())
     with pytest.raises(ValueError, match="image size"):
         wrong = {**batches[0], "pixel_values": torch.zeros(1, 3, 5, 5)}
-        list(capture_blocks(vlm, blocks, [wrong], CaptureSpec(STATISTICS, "blocks")))
+        list(capture_blocks(vlm, blocks, [wrong], CaptureSpec(STATISTICS, "quantized")))
     assert list(before.values()) == list(vlm.model.modules())

@@ -187,6 +187,43 @@ def test_the_published_search_needs_its_package(models, monkeypatch, options, ad
     assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
 
 
+def test_mlx_files_have_a_size_of_groups_that_divides_head_and_embedding(tmp_path):
+    """MLX groups 64 columns by default, and 96 are groups of 32. What vLLM's class of Qwen3.5 cannot read is no problem."""
+    source = tiny.build("qwen3-5", tmp_path / "source", hidden_size=96)
+    both = {"format": "mlx", "scheme": "none", "embeddings": "w8a16", "head": "w8a16"}
+    planned = make_plan(recipe(source, **both))
+    assert [row.part for row in planned.rows] == ["vocabulary"] * 2
+    assert {scheme.weights.group for scheme in planned.schemes.values()} == {32}
+
+
+def test_what_no_size_of_groups_helps_is_left_in_16_bits(tmp_path):
+    source = tiny.build("qwen3-5", tmp_path / "source", hidden_size=96, vocab_size=385)
+    both = {"format": "mlx", "scheme": "none", "embeddings": "w8a16", "head": "w8a16"}
+    head, embedding = make_plan(recipe(source, **both), strict=False).problems
+    for name, problem in (("lm_head", head), ("model.language_model.embed_tokens", embedding)):
+        assert problem.startswith(f"{name}: ") and problem.endswith("no multiple of 64; leave it in bf16")
+
+
+def test_a_file_of_another_engine_has_no_limits_of_vllm(tmp_path):
+    source = tiny.build("lfm2-vl", tmp_path / "source")
+    (problem,) = make_plan(recipe(source, scheme="none", format="mlx", kv_cache="fp8"), strict=False).problems
+    assert problem.startswith("mlx files hold no scales of an FP8 KV cache")
+
+
+def test_problems_are_in_the_order_of_the_first_block_that_has_them(models, monkeypatch):
+    lines = ["a.0.x", "experts of block 0", "b", "a.1.x", "experts of block 11"]
+    plan = make_plan(recipe(models["llava"], scheme="rtn"))
+    monkeypatch.setattr(problems_module, "CHECKS", (lambda plan: lines[:2], lambda plan: lines[2:]))
+    assert problems_module.plan_problems(plan) == lines[:3]
+
+
+def test_a_reducer_that_does_not_work_hides_no_problem_of_the_images_size(models):
+    """LLaVA's images are of one size, and `learned` has no scorer."""
+    both = {"scheme": "none", "resize": {"keep": 0.5}, "reduce": "learned:0.5"}
+    size, reducer = make_plan(recipe(models["llava"], **both), strict=False).problems
+    assert size.startswith("resize:0.5") and reducer.startswith("reduce learned:0.5")
+
+
 def test_kv_scales_that_vllm_cannot_load_are_refused(tmp_path):
     """`tests/models/test_engine_names.py` asks vLLM itself: its class of LFM2 gives attention no quantization config."""
     source = tiny.build("lfm2-vl", tmp_path / "source")
@@ -250,7 +287,7 @@ def test_derived_weights_are_quantized_as_planned(models, tmp_path, derivation):
     assert after.source.path == alone.source.path == derived.path != before.source.path
     same = {
         *("method", "assigned", "blocks", "head", "vision_method", "vision_groups", "schemes", "layers", "budget"),
-        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "observed_after", "needs_data"),
+        *("steps", "rows", "bytes_after", "peak_bytes", "visual_tokens", "problems", "observes", "needs_data"),
     }
     for name in sorted(same):
         assert getattr(before, name) == getattr(after, name) == getattr(alone, name), name

@@ -78,7 +78,7 @@ def tensor_places(folder: str) -> dict:
 
 
 def takers(model, name: str, tensor):
-    """The parameters that load a tensor. Some are always on the engine's device: they need contents."""
+    """The names of the parameters that load a tensor, which gets contents only if the loader needs them."""
     import torch
 
     try:

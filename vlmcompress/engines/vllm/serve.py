@@ -92,27 +92,24 @@ class Server:
 def vllm_server(
     model: str | Path,
     *,
-    port: int | None = None,
     flags: Sequence[str] = (),
     timeout: float = 1800.0,
     log: str | Path | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Serve a checkpoint on this machine.
+    """Serve a checkpoint on a free port of this machine.
 
     Args:
         model: checkpoint folder.
-        port: port to listen on; None: a free one.
         flags: further flags of `vllm serve`; they override the checkpoint's.
         timeout: seconds within which the server must answer.
         settings: see `arguments_of`.
         log: file for the server's log, overwritten; None: a temporary one, deleted at the end.
 
     Raises:
-        UserError: there is no such checkpoint or no engine, the port is taken, or the server does not start.
+        UserError: there is no such checkpoint or no engine, or the server does not start.
     """
-    model, port = Path(model), port or free_port()
-    require_free_port(HOST, port)
+    model, port = Path(model), free_port()
     arguments = arguments_of(model, port=port, extra=flags, **settings)
     if line := slow(model):
         note(line)
@@ -171,10 +168,14 @@ def arguments_of(
 
     Args:
         model: checkpoint folder.
+        host, port: where the server listens.
         images, videos: the most images and videos per request.
         max_model_len: context length; None: the model's own, or what fits into memory if that is less.
         speculative: JSON of vLLM's `--speculative-config`; None: no speculative decoding.
         extra: further flags of `vllm serve`, which come last and win.
+
+    Raises:
+        UserError: a number is out of range, or there is no such folder, or none that vLLM reads with these flags.
     """
     counts = {"images-per-request": (images, 0), "videos-per-request": (videos, 0), "max-model-len": (max_model_len, 1)}
     for flag, (value, least) in counts.items():

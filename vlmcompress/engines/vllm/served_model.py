@@ -200,9 +200,9 @@ def tp_problem_message(decoder: ServedDecoder, tp: int) -> str | None:
     return f"--tp {tp} does not go with {problem}; use one of {fine}" if problem else None
 
 
-def tp_choices(decoder: ServedDecoder, limit: int = 16) -> list[int]:
-    """Numbers of devices, up to `limit`, that the decoder can be split over."""
-    return [tp for tp in range(1, limit + 1) if tp_problem(decoder, tp) is None]
+def tp_choices(decoder: ServedDecoder) -> list[int]:
+    """Numbers of devices, up to 16, that the decoder can be split over."""
+    return [tp for tp in range(1, 17) if tp_problem(decoder, tp) is None]
 
 
 def _block(block: nn.Module, kind: str, config: Any, window: int | None, itemsize: int) -> Attention | State | None:

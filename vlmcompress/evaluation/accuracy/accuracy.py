@@ -145,7 +145,6 @@ def evaluate_all(
                 sides.side(path, after[0].engine),
                 compared,
                 options,
-                recorded,
                 sides.calibration_images(path),
             )
 
@@ -179,7 +178,6 @@ def _results(
     candidate: Side,
     compared: Sequence[tuple[LoadedSuite, SuiteAnswers, SuiteAnswers, Score | None]],
     options: EvalOptions,
-    recorded: Results | None,
     calibrated: frozenset[str] | None,
 ) -> Results:
     suites, samples, pictures = [], [], {}

@@ -31,30 +31,28 @@ from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_headers import Entry
 from vlmcompress.utils.text import size, smaller
 
-_WEIGHTS = (".safetensors", ".gguf", ".bin")
 
-
-def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) -> list[Check]:
+def diagnose(path: Path, source: Path | None = None) -> list[Check]:
     """Examine the checkpoint in `path`.
 
     Args:
         path: folder that `vlmcompress quantize` wrote.
         source: the original, to compare sizes and identity with.
-        weights: read them; without it their files are known by their sizes and headers, and no number is looked at.
+
+    Returns:
+        A check of each kind, in order; one that depends on a failed one fails, too.
 
     Raises:
         UserError: `source` is not a folder.
     """
     if source is not None and not source.is_dir():
         raise UserError(f"--source {source} is not a folder; give the original's folder")
-    subject = _Subject(Path(path), source, weights)
+    subject = _Subject(Path(path), source)
     if subject.other and source is not None:
         raise UserError(f"{path} is for {subject.other.TITLE}, and not compared with --source; leave that out")
     checks: dict[str, Check] = {}
     with models.quiet_transformers():
         for name, (needs, examine) in (_OF_OTHERS if subject.other else _EXAMINATIONS).items():
-            if examine is _values and not weights:
-                continue
             failed = [need for need in needs if not checks[need].ok]
             if failed:
                 checks[name] = Check(name, False, f"not examined because of: {', '.join(failed)}")
@@ -71,8 +69,8 @@ def diagnose(path: Path, source: Path | None = None, *, weights: bool = True) ->
 class _Subject:
     """The checkpoint under examination; its parts are read once and shared by all examinations."""
 
-    def __init__(self, path: Path, source: Path | None, weights: bool):
-        self.path, self.source, self.weights = path, source, weights
+    def __init__(self, path: Path, source: Path | None):
+        self.path, self.source = path, source
 
     @functools.cached_property
     def other(self) -> Any:
@@ -153,13 +151,7 @@ def _manifest(subject: _Subject) -> str:
 
 def _files(subject: _Subject) -> str:
     recorded = manifest.read_manifest(subject.path)["files"]
-
-    def describe(path: Path) -> dict:
-        if subject.weights or path.suffix not in _WEIGHTS:
-            return manifest.hash_file(path)
-        return {**recorded.get(path.relative_to(subject.path).as_posix(), {}), "size": path.stat().st_size}
-
-    hashes = manifest.hash_files(subject.path, describe)
+    hashes = manifest.hash_files(subject.path)
     wrong = {
         "missing": sorted(recorded.keys() - hashes.keys()),
         "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
@@ -168,7 +160,7 @@ def _files(subject: _Subject) -> str:
     if any(wrong.values()):
         what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
         raise UserError(f"{what}; copy the folder again or quantize again")
-    return f"{len(hashes)} files have the recorded hashes" + ("" if subject.weights else ", weights at least the sizes")
+    return f"{len(hashes)} files have the recorded hashes"
 
 
 def _weights(subject: _Subject) -> str:

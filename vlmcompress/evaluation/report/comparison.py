@@ -29,8 +29,6 @@ COMPARISON = "comparison.json"
 _PLOT = (
     "Up and right is better. Filled: the best trade-offs. Bars are intervals; the shaded region is beyond the margin."
 )
-
-
 _NOTES = ["A point is one answer in a hundred."]
 
 
@@ -93,7 +91,7 @@ def write_comparison(
     plain = [{**asdict(r), "suites": {name: c.model_dump(mode="json") for name, c in r.suites.items()}} for r in rows]
     rendered = {
         "json": (COMPARISON, dump({"schema": SCHEMA, "runs": plain})),
-        "md": ("report.md", text.document(title, headline(rows), _NOTES, content)),
+        "md": ("report.md", text.markdown_document(title, headline(rows), _NOTES, content)),
         "html": ("report.html", html.page(title, headline(rows), content, notes=_NOTES)),
     }
     return save_files(out, rendered), text.terminal(content)

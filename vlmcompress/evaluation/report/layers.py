@@ -71,7 +71,7 @@ def read_errors(folder: Path) -> LayerErrors:
 
 
 def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, dict[str, Any]]:
-    """Compare two checkpoints: kind -> change of the errors over the layers that both have.
+    """Compare two checkpoints: kind -> change of the errors over the layers that have such an error in both.
 
     A change has the mean error `before` and `after`; the geometric mean `ratio` of after / before, below 1 if the other is
     closer to the original, None if all are zero; and in how many layers the other's error is smaller (`better`) and larger
@@ -94,7 +94,10 @@ def compare_errors(before: LayerErrors, after: LayerErrors) -> dict[str, dict[st
         )
     changes = {}
     for kind in shared:
-        pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in common if kind in before.errors[n]]
+        both = [n for n in common if kind in before.errors[n] and kind in after.errors[n]]
+        if not both:  # its tokens reached other layers of the one than of the other
+            continue
+        pairs = [(before.errors[n][kind], after.errors[n][kind]) for n in both]
         # The geometric mean, as errors of layers span decades and their ratios are what is compared.
         ratios = [b / a for a, b in pairs if a and b]
         changes[kind] = {
@@ -155,10 +158,11 @@ def errors_text(*checkpoints: LayerErrors) -> str:
     if len(checkpoints) == 1:
         rows.append(("mean of all", *(percentage(_mean(checkpoints[0], kind)) for kind in kinds)))
     else:
-        changes = compare_errors(*checkpoints).values()
+        compared = compare_errors(*checkpoints)
+        changes = [compared.get(kind) for kind in kinds]
         # The factor of the mean is that layer by layer: a few large layers would decide the ratio of the means.
-        rows.append(("mean of all", *(_cell([c["before"], c["after"]], c["ratio"]) for c in changes)))
-        rows.append(("better, worse layers", *(f"{c['better']}, {c['worse']}" for c in changes)))
+        rows.append(("mean of all", *(_cell([c["before"], c["after"]], c["ratio"]) if c else "-" for c in changes)))
+        rows.append(("better, worse layers", *(f"{c['better']}, {c['worse']}" if c else "-" for c in changes)))
         notes += [f"Note: {line}." for line in comparison_problems(*checkpoints)]
     for layer in layers[:LAYERS]:
         errors = [[checkpoint.errors.get(layer, {}).get(kind) for checkpoint in checkpoints] for kind in kinds]
@@ -207,5 +211,5 @@ def _worst_first(*checkpoints: LayerErrors) -> list[str]:
     most: dict[str, float] = {}
     for checkpoint in checkpoints:
         for layer, error in checkpoint.errors.items():
-            most[layer] = max(most.get(layer, 0.0), *error.values())
+            most[layer] = max((most.get(layer, 0.0), *error.values()))
     return sorted(most, key=lambda layer: (-most[layer], layer))

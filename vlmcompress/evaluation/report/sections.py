@@ -40,6 +40,22 @@ _WORK = {
     "media_hits": "images from a cache",
     "failed": "failed requests",
 }
+_MADE = {
+    "source": "original",
+    "family": "family",
+    "scheme": "scheme",
+    "options": "options",
+    "formats": "stored as",
+    "bits": "bits per weight",
+    "vision": "vision tower",
+    "kv_cache": "KV cache",
+    "skip": "layers left in 16 bits",
+    "resize": "images made smaller",
+    "calibration": "calibration data",
+    "seed": "seed",
+    "versions": "made with",
+    "warnings": "warnings",
+}
 
 
 def measured(findings: Findings) -> list[Section]:
@@ -235,32 +251,11 @@ def _examples(findings: Findings) -> list[Part]:
     return [note(counts), Examples(examples)]
 
 
-_MADE = {
-    "source": "original",
-    "family": "family",
-    "scheme": "scheme",
-    "options": "options",
-    "formats": "stored as",
-    "bits": "bits per weight",
-    "vision": "vision tower",
-    "kv_cache": "KV cache",
-    "skip": "layers left in 16 bits",
-    "resize": "images made smaller",
-    "calibration": "calibration data",
-    "seed": "seed",
-    "versions": "made with",
-    "warnings": "warnings",
-}
-
-
 def provenance_rows(side: Side) -> list[tuple[str, str]]:
     """A checkpoint's provenance as rows (what, how), without what is unset; empty if unknown."""
     facts = side.made.model_dump() if side.made else {}
-    facts |= (
-        {"calibration": {key: value for key, value in (facts.get("calibration") or {}).items() if value}}
-        if facts
-        else {}
-    )
+    if facts:
+        facts["calibration"] = {key: value for key, value in (facts.get("calibration") or {}).items() if value}
     rows = [(what, _text(facts[name])) for name, what in _MADE.items() if name in facts]
     if facts and not facts["calibration"]:
         rows.append(("calibration data", "none: each weight was rounded on its own"))

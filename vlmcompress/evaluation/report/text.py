@@ -42,10 +42,10 @@ def markdown(findings: Findings) -> str:
     """The content of `report.md`: the verdict first."""
     results = findings.results
     title = f"{results.candidate.name} against {results.baseline.name}"
-    return document(title, findings.headline, [words.glossary(results)], sections.all_sections(findings))
+    return markdown_document(title, findings.headline, [words.glossary(results)], sections.all_sections(findings))
 
 
-def document(title: str, headline: Sequence[str], notes: Sequence[str], content: Iterable[Section]) -> str:
+def markdown_document(title: str, headline: Sequence[str], notes: Sequence[str], content: Iterable[Section]) -> str:
     """A Markdown document."""
     blocks = [f"# {escape(title)}", "  \n".join(map(escape, headline)), *map(escape, notes)]
     for section in content:
@@ -81,10 +81,7 @@ def _examples(examples: Examples) -> list[list[str]]:
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head, and verdicts get a sign."""
     cells = [
-        [
-            f"{_MARKS.get(cell, '')} {cell}" if isinstance(cell, Cell) and cell in _MARKS else escape(cell)
-            for cell in row
-        ]
+        [f"{_MARKS[cell]} {cell}" if isinstance(cell, Cell) and cell in _MARKS else escape(cell) for cell in row]
         for row in rows
     ]
     cells.insert(1, ["---"] * len(rows[0]))

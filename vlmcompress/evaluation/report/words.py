@@ -221,15 +221,15 @@ def agreement(suite: Suite) -> list[str]:
     return lines
 
 
-def refused(suite: Suite, samples: Sequence[Scored], most: int = 20) -> list[str]:
-    """A sentence on the samples that a side could not answer, with reasons; at most the first `most`."""
+def refused(suite: Suite, samples: Sequence[Scored]) -> list[str]:
+    """A sentence on the samples that a side could not answer, with reasons; at most the first 20."""
     if not any(suite.refused):
         return []
     named = [
         (s.id, s.baseline_refused or s.candidate_refused) for s in samples if s.baseline_refused or s.candidate_refused
     ]
-    parts = [f"{identity} ({why})" for identity, why in named[:most]]
-    parts += [f"and {len(named) - most} others"] if len(named) > most else []
+    parts = [f"{identity} ({why})" for identity, why in named[:20]]
+    parts += [f"and {len(named) - 20} others"] if len(named) > 20 else []
     return [f"Counted as wrong, as they were not answered: {'; '.join(parts)}."]
 
 

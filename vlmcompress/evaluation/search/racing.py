@@ -43,7 +43,7 @@ class Estimate:
     """An estimate of a difference in accuracy, its variance, and the variance of one image's difference."""
 
     mean: float
-    error: float
+    variance: float
     spread: float
 
     @classmethod
@@ -57,7 +57,7 @@ class Estimate:
 
     def __add__(self, other: Estimate) -> Estimate:
         """The estimate of two changes at once: differences add up."""
-        return Estimate(self.mean + other.mean, self.error + other.error, max(self.spread, other.spread))
+        return Estimate(self.mean + other.mean, self.variance + other.variance, max(self.spread, other.spread))
 
     def assurance(self, margin: float, images: float | None) -> float:
         """The chance that a test will confirm a loss of at most `margin`.
@@ -65,7 +65,7 @@ class Estimate:
         Args:
             images: their effective number in that test; None: no test follows, and the result is the chance of such a loss.
         """
-        gap, unsure = self.mean + margin, self.error
+        gap, unsure = self.mean + margin, self.variance
         if images is not None:
             noise = self.spread / images
             # The test passes if its estimate exceeds -margin by z standard errors.
@@ -104,8 +104,8 @@ def estimates(trials: Mapping[str, Trial], margin: float) -> dict[str, Estimate]
     for name, divergence in divergences.items():
         alone, expected = of[name], divergence * lost / moved
         prior = (VARY * expected) ** 2 + _LEAST
-        share = prior / (prior + alone.error)
-        of[name] = Estimate(share * alone.mean - (1 - share) * expected, share * alone.error, alone.spread)
+        share = prior / (prior + alone.variance)
+        of[name] = Estimate(share * alone.mean - (1 - share) * expected, share * alone.variance, alone.spread)
     return of
 
 
@@ -113,7 +113,7 @@ def refuted(difference: MeanDifference, margin: float, looks: int) -> bool:
     """Whether a loss of at most `margin` is refuted.
 
     A candidate is tested up to `looks` times, each time with an error of 0.025 / looks (Bonferroni), so that one within the
-    floor is rejected with a probability of at most 0.025 overall.
+    margin is rejected with a probability of at most 0.025 overall.
     """
     return difference.mean < -margin and noninferiority.p_within(difference, margin) < ERROR / looks
 
@@ -173,6 +173,7 @@ class Race:
         margin: the allowed loss of accuracy, as a share.
         questions: number of available questions; no candidate is asked more, as the original was not.
         confirming: the effective number of images of the confirmation; None: no confirmation.
+        questions_asked: number of questions asked so far, of all candidates.
     """
 
     factors: Sequence[Factor]
@@ -192,8 +193,8 @@ class Race:
         return list(rounds.items())
 
     def run(self) -> CandidateState | None:
-        """Run to the end. Returns the winner; None if no candidate is better than the original within the floor."""
-        alone = [CandidateState(candidate, self.trials.gain(candidate) or 1.0) for candidate in singles(self.factors)]
+        """Run to the end. Returns the winner; None if no candidate is better than the original within the margin."""
+        alone = [CandidateState(candidate, self._gain(candidate, 1.0)) for candidate in singles(self.factors)]
         self.states |= {state.candidate.name: state for state in alone}
         self._ask(alone, min(FIRST, self.questions))
         self._predict()
@@ -214,6 +215,10 @@ class Race:
                 self.states[name].gain, self.states[name].measured = gain, True
         return self._winner(entered)
 
+    def _gain(self, candidate: Candidate, otherwise: float) -> float:
+        """A candidate's gain without a trial; `otherwise` where that is unknown."""
+        return otherwise if (gain := self.trials.gain(candidate)) is None else gain
+
     def _ask(self, going: Sequence[CandidateState], questions: int) -> None:
         """Ask candidates, and remove those that failed or are refuted."""
         before = {state.candidate.name: state.questions for state in going}
@@ -223,7 +228,7 @@ class Race:
             if trial.difference is None:
                 state.out = f"failed: {trial.failed}"
                 continue
-            state.gain = gain if (gain := self.trials.gain(state.candidate)) is not None else trial.gain
+            state.gain = self._gain(state.candidate, trial.gain)
             self.questions_asked += state.questions - before[name]
             if refuted(trial.difference, self.margin, 1 + len(self.rounds)):
                 state.out = f"loses more than is allowed, by {state.questions:,} questions"
@@ -244,7 +249,7 @@ class Race:
         ]
         for candidate in combined(usable):
             parts = [alone[choice.name] for choice in candidate.choices]
-            gain = self.trials.gain(candidate) or math.prod(state.gain for state in parts)
+            gain = self._gain(candidate, math.prod(state.gain for state in parts))
             first, *others = (state.estimate for state in parts if state.estimate)
             estimate = sum(others, first)
             chance = estimate.assurance(self.margin, self.confirming)

@@ -58,9 +58,7 @@ def row_bytes(fmt: Format, columns: int) -> int:
     kind = block_type(fmt)
     fmt.n_groups(columns)
     if columns % block_size(kind):
-        raise ValueError(
-            f"{columns} inputs are not whole blocks of {block_size(kind)}, which GGUF needs; add the layer to the recipe's skip"
-        )
+        raise ValueError(f"{columns} inputs are not whole blocks of {block_size(kind)}, which GGUF needs")
     return columns // block_size(kind) * BYTES[kind]
 
 

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  # what is imported here is what the package offers
 
-from vlmcompress.models.data.encode import encode, encode_prompt, encode_usable, render_prompt
+from vlmcompress.models.data.encode import encode, encode_prompt, encode_usable
 from vlmcompress.models.data.provenance import data_hash, provenance
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import (

@@ -51,21 +51,15 @@ SKIPPED = 0.1
 """The share of calibration samples that a model may always refuse, in addition to `Reading.skip_bad`."""
 
 
-def encode(
-    samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None, progress: Progress = silent
-) -> list[Inputs]:
+def encode(samples: Sequence[Sample], vlm: VLM, *, max_length: int | None = None) -> list[Inputs]:
     """Encode each sample with its answer as a batch of one: model inputs and the mask `modality [1, tokens]`.
 
     Args:
         max_length: refuse samples with more tokens; None: with more than the model's context. Nothing is truncated, as a model
             cannot read half an image.
-        progress: called with (label, done, total).
     """
-    encoded, features = [], Features(vlm)
-    for sample in samples:
-        encoded.append(_encode_one(sample, features, max_length))
-        progress("encoding samples", len(encoded), len(samples))
-    return encoded
+    features = Features(vlm)
+    return [_encode_one(sample, features, max_length) for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -187,11 +181,6 @@ class Features:
             except Exception as error:  # whatever the model's code raises
                 self._results[key] = error_text(error)
         return self._results[key]
-
-
-def render_prompt(sample: Sample, processor: Any, *, answer: bool = False) -> str:
-    """Render the chat template, placeholders not yet repeated: the prompt up to the answer, or the whole conversation."""
-    return _render(sample, sample.conversation() if answer else sample.prompt(), processor, generation=not answer)
 
 
 def chat_template(processor: Any) -> str:

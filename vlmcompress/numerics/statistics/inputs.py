@@ -148,10 +148,6 @@ class GroupStats:
         """The product `[in]` of the scales of all `rescaled` calls; None if there was none."""
         return self._scale
 
-    def unscaled(self) -> GroupStats:
-        """The statistics of X itself, with every `rescaled` undone."""
-        return self._with(_scale=None)
-
     def error(self, dw: Tensor, w: Tensor) -> dict[str, float]:
         """Relative output error `||X_m dW^T||^2 / ||X_m W^T||^2` by modality; `dw` and `w` are `[out, in]`."""
         changes, names = [self._divided(dw), self._divided(w)], list(self._occurring())

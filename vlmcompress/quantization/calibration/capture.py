@@ -3,7 +3,7 @@
 `capture_blocks` yields a block once all samples have run through it. `CaptureSpec.prefix` says what is quantized by then:
 
 * "float": nothing. A block runs once, and its output is the next one's input.
-* "blocks": the caller modifies each yielded block, which then runs again, so that the next block sees the new output. The
+* "quantized": the caller modifies each yielded block, which then runs again, so that the next block sees the new output. The
   first run ends at the last layer whose input is captured.
 
 Memory holds one block's statistics and, on an accelerator, one block's weights.
@@ -81,7 +81,7 @@ def capture_blocks(
                 yield layer, captured
             elif groups:
                 yield layer, None
-            # "blocks": the block now has quantized weights, and the next block sees its output.
+            # "quantized": the block now has quantized weights, and the next block sees its output.
             if layer < last and not advanced:
                 run.advance(layer, block, [*run.batches, *run.held_out])
             if groups:

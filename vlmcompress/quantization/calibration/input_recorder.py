@@ -27,7 +27,7 @@ class CaptureSpec:
 
     Attributes:
         statistics: names of the statistics of each group of linear layers (`statistics.inputs`).
-        prefix: what is quantized when a group's inputs are captured: nothing ("float") or the "blocks" before.
+        prefix: what is quantized when a group's inputs are captured: nothing ("float") or the blocks before ("quantized").
         kv_cache: also capture ranges of keys and values.
         sampled_rows: number of rows to draw from the first group's input; 0: none.
         seed: seed of that draw.
@@ -36,7 +36,7 @@ class CaptureSpec:
     """
 
     statistics: frozenset[str]
-    prefix: Literal["float", "blocks"] = "float"
+    prefix: Literal["float", "quantized"] = "float"
     kv_cache: bool = False
     sampled_rows: int = 0
     seed: int = 0

@@ -206,6 +206,12 @@ class Plan:
         embedding = _embedding_scheme(self.recipe, self.source)
         return schemes | ({models.embedding_name(self.source.meta_model): embedding} if embedding else {})
 
+    @property
+    def vocabulary(self) -> list[Group]:
+        """The output head and the token embedding, where they are quantized."""
+        embedding = Group(0, "embedding", (models.embedding_name(self.source.meta_model),))
+        return [group for group in (self.head, embedding) if group and group.linears[0] in self.schemes]
+
     @cached_property
     def layers(self) -> Layers:
         """The quantized layers, as the written config describes them."""
@@ -229,9 +235,7 @@ class Plan:
     @cached_property
     def rows(self) -> list[Row]:
         """The table of groups and their schemes to print; equal groups of several blocks are one row."""
-        embedding = Group(0, "embedding", (models.embedding_name(self.source.meta_model),))
-        vocabulary = [group for group in (self.head, embedding) if group and group.linears[0] in self.schemes]
-        parts = {"decoder": self.groups, "vision": self.vision_groups, "vocabulary": vocabulary}
+        parts = {"decoder": self.groups, "vision": self.vision_groups, "vocabulary": self.vocabulary}
         blocks: dict[Row, set[int]] = {}
         experts: dict[Row, set[int]] = {}
         for part, group in ((part, group) for part, groups in parts.items() for group in groups):
@@ -312,9 +316,9 @@ class Plan:
         )
 
     @property
-    def observed_after(self) -> str | None:
-        """The blocks after which a block's input is observed, "quantized" ones; None: it is not observed."""
-        return "quantized" if self.needs_data or (self.recipe.calibrate.data and any(self.steps)) else None
+    def observes(self) -> bool:
+        """Whether the inputs of blocks are observed, each after quantized blocks."""
+        return self.needs_data or bool(self.recipe.calibrate.data and any(self.steps))
 
     @cached_property
     def fused_layers(self) -> list[partition.FusedLayer]:
@@ -351,7 +355,7 @@ class Plan:
             "weights_after": self.bytes_after,
             "peak_memory_estimate": self.peak_bytes,
             "needs_calibration_data": self.needs_data,
-            "prefix": self.observed_after,
+            "prefix": "quantized" if self.observes else None,
             "allocation": self.allocation,
             "visual_tokens": self.visual_tokens.example if self.visual_tokens else None,
             "problems": [*self.problems],
@@ -411,7 +415,7 @@ def _head_method(recipe: Recipe, source: Source) -> QuantMethod:
     """The method of an output head that is quantized. 4 bits are calibrated if the run has samples."""
     name, options = presets.resolve_scheme(recipe.head)
     if recipe.head == "w8a16":
-        options = {"group_size": recipe.group_size}
+        options = {"group_size": _group_size(source, recipe.group_size)}
     if recipe.head == "w4a16":
         options = _four_bits(recipe, source)
         calibrate, needs = recipe.calibrate, recipe.quantizer.needs(recipe.options)
@@ -429,15 +433,19 @@ def _embedding_scheme(recipe: Recipe, source: Source) -> Scheme | None:
     if recipe.embeddings == "bf16":
         return None
     return (
-        weight_only(8, recipe.group_size)
+        weight_only(8, _group_size(source, recipe.group_size))
         if recipe.embeddings == "w8a16"
         else weight_only(4, **_four_bits(recipe, source))
     )
 
 
 def _four_bits(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """Options of 4-bit weights of head and embedding: the largest size of groups that kernels have and that divides their width
-    (-1: a scale per row), with zero points in MLX alone."""
+    """Options of 4-bit weights of head and embedding, with zero points in MLX alone."""
+    return {"group_size": _group_size(source, 128), "symmetric": recipe.format != "mlx"}
+
+
+def _group_size(source: Source, most: int) -> int:
+    """The largest size of groups, up to `most`, that kernels have and that divides the width of head and embedding; -1: a scale
+    per row."""
     width = source.meta_model.get_parameter(f"{models.embedding_name(source.meta_model)}.weight").shape[1]
-    group_size = next((size for size in (128, 64, 32) if width % size == 0), -1)
-    return {"group_size": group_size, "symmetric": recipe.format != "mlx"}
+    return next((size for size in (128, 64, 32) if size <= most and width % size == 0), -1)

@@ -58,8 +58,8 @@ def visual_tokens(plan: Plan) -> Iterable[str]:
         support.require_reducer(source.vlm, recipe.reduce)
         scorer_file.load_scorer(source.vlm.model.config, recipe.reduce)
     except UserError as error:
-        return [f"reduce {recipe.reduce}: {error}"]
-    if recipe.engine == "vllm":
+        return [*reasons, f"reduce {recipe.reduce}: {error}"]
+    if _runs_in_vllm(recipe):
         try:
             support.require_reducer(source.vlm, recipe.reduce, engine="vllm", files=False)
         except UserError as error:
@@ -161,33 +161,36 @@ def stored_format(plan: Plan) -> Iterator[str]:
 def something_to_write(plan: Plan) -> Iterator[str]:
     """Whether the recipe changes anything, and quantizes in each block that stores scales of keys and values."""
     recipe = plan.recipe
+    # A conversion to another engine's format is a change, and `stored_format` refuses scales of keys and values.
+    if recipe.exporter.ENGINE:
+        return
     if recipe.kv_cache and not plan.source.spec.engine.kv_scales:
         yield f"kv_cache: vLLM's class of {plan.source.spec.family} reads no scales of keys and values; leave it out"
     if recipe.kv_cache and not all(plan.blocks):
         yield f"kv_cache needs a quantized layer in every decoder block; {plan.blocks.index([])} has none"
-    if recipe.exporter.ENGINE:  # a conversion to another engine's format is a change
-        return
     if not (plan.layers.quantized or recipe.reduce or recipe.resize or recipe.rotate or recipe.adapter):
         yield "the recipe quantizes nothing; choose another scheme or --vision, skip less, or add --reduce"
 
 
 def matrices_of_the_vocabulary(plan: Plan) -> Iterator[str]:
     """Whether head and embedding can be quantized as in the recipe."""
-    recipe, source = plan.recipe, plan.source
+    recipe, source, in_vllm = plan.recipe, plan.source, _runs_in_vllm(plan.recipe)
     formats_of = {"head": recipe.head, "embeddings": recipe.embeddings}
     quantized = [key for key, name in formats_of.items() if name != "bf16"]
-    if quantized and source.spec.engine.head_shares and recipe.engine == "vllm":
+    if quantized and source.spec.engine.head_shares and in_vllm:
         yield (
             f"{quantized[0]}: vLLM's class of {source.spec.family} gives the output head the embedding's weights, whatever the "
             "checkpoint has; leave it in bf16"
         )
-    elif "embeddings" in quantized and source.spec.engine.embedding_whole and recipe.engine == "vllm":
+    elif "embeddings" in quantized and source.spec.engine.embedding_whole and in_vllm:
         yield f"embeddings: vLLM's class of {source.spec.family} reads no quantized ones; leave them in bf16"
     elif quantized == ["embeddings"] and models.is_tied(source.meta_model, source.spec) and recipe.format != "mlx":
         yield "embeddings: the output head shares these weights, and reads no quantized ones; quantize it, too, by --head w4a16"
-    for group in filter(None, [plan.head]):
-        scheme = plan.method.of(group).scheme
-        yield from shape_problems(source, group, scheme, recipe.exporter, recipe.target)
+    for group in plan.vocabulary:
+        # Kernels' limits are of products, not of looking up rows.
+        target = recipe.target if group.name == HEAD else None
+        scheme = plan.schemes[group.linears[0]]
+        yield from shape_problems(source, group, scheme, recipe.exporter, target, remedy="leave it in bf16")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -209,14 +212,24 @@ CHECKS: tuple[Check, ...] = (
 
 def plan_problems(plan: Plan) -> list[str]:
     """Run all checks and list the problems; of lines that differ only in a block's number, the first."""
-    lines = [line for check in CHECKS for line in check(plan)]
-    return list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]
+    first: dict[str, str] = {}
+    for line in (line for check in CHECKS for line in check(plan)):
+        first.setdefault(re.sub(r"\bblock \d+|\.\d+\.", ".*.", line), line)
+    return [*first.values()]
 
 
 def shape_problems(
-    source: Source, group: Group, scheme: Scheme | None, exporter: ExportFormat, target: str | None
+    source: Source,
+    group: Group,
+    scheme: Scheme | None,
+    exporter: ExportFormat,
+    target: str | None,
+    remedy: str = "skip the layer",
 ) -> Iterator[str]:
-    """Reasons why layers of a group cannot have the scheme, in the exporter's files or on the target; empty if they can."""
+    """Reasons why layers of a group cannot have the scheme, in the exporter's files or on the target; empty if they can.
+
+    `remedy`: what to do about a shape that no group size helps.
+    """
     if scheme is None:
         return
     group_size = scheme.weights.group
@@ -246,7 +259,7 @@ def shape_problems(
             try:
                 exporter.specs(scheme, rows, columns, "BF16")
             except ValueError as error:
-                yield f"{name}: {error}, or skip the layer"
+                yield f"{name}: {error}{', or' if ';' in str(error) else ';'} {remedy}"
             except UserError:
                 return  # not about this shape; `stored_format` reports it
     if target is None:
@@ -259,7 +272,12 @@ def shape_problems(
     outputs += -outputs % PADDING if group.name == HEAD else 0
     limit = machine.limits.get(targets.format_key(scheme).removesuffix("-static"))
     if limit and (problem := limit.problem(outputs, columns, group_size)):
-        yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; skip it or use another scheme"
+        yield f"{machine.title} does not run {first} as {label(scheme)}: {problem}; {remedy} or use another scheme"
+
+
+def _runs_in_vllm(recipe: Recipe) -> bool:
+    """Whether the files have to run in vLLM: not those of a format that is another engine's."""
+    return recipe.engine == "vllm" and not recipe.exporter.ENGINE
 
 
 def _resize_problems(recipe: Recipe, source: Source) -> list[str]:

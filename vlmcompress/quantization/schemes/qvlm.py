@@ -80,7 +80,7 @@ def percentiles(options: Options) -> list[float]:
 
 
 def cover(weight: Tensor, fmt: Format, percentile: float) -> Tensor:
-    """The share of each piece's largest magnitude that covers the percentile of its magnitudes: `[out, n_groups]`.
+    """The percentile of each group's magnitudes as a share of its largest, `[out, n_groups]`; 1 for a group of zeros.
 
     The percentile is interpolated linearly between magnitudes.
     """

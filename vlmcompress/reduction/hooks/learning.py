@@ -39,6 +39,7 @@ class _Learning(Merger):
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
         scores = [dymu.best(self.signals(image, keys, heads)) for image in range(len(self.merged))]
+        # A batch merges by its own threshold, as later layers see the result.
         self.found.append(dymu.threshold(scores, self._pairs[layer]))
         rest = (1.0,) * (self.layers - len(self.found))
         self.reducer = self.reducer.with_thresholds((*self.found, *rest))

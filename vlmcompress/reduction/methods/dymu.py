@@ -141,11 +141,11 @@ def best(signals: Signals) -> Tensor:
 def threshold(scores: Sequence[Tensor], r: float) -> float:
     """The threshold of one layer for a batch at which `r` pairs per image merge on average: the highest cosine not merged.
 
+    It is never below 0, so that tokens with negative cosine never merge.
+
     Args:
         scores: for each image of the batch, the result of `best` in this layer.
         r: number of pairs per image, at least 0; may be a fraction.
-
-            The threshold is never below 0, so that tokens with negative cosine never merge.
     """
     # One threshold for the batch: all edges of all its images in one list, the r * B best of which merge.
     falling = torch.cat(list(scores)).float().sort(descending=True).values
@@ -154,10 +154,8 @@ def threshold(scores: Sequence[Tensor], r: float) -> float:
 
 
 def average(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Average the thresholds of each batch, layer by layer, for `Options.thresholds`.
-
-    While learning, each layer must merge a batch by that batch's own threshold, as later layers see the result.
-    """
+    """The mean over batches of each layer's threshold, for the option `thresholds`. Raises ValueError for no batch, or for
+    batches of different numbers of layers."""
     if not batches or len({len(values) for values in batches}) != 1:
         raise ValueError("thresholds are learned from at least one batch, with the same layers in each")
     return tuple(sum(column) / len(batches) for column in zip(*batches, strict=True))

@@ -76,7 +76,8 @@ class OriginalPositions(ResumableModel):
         self._positions: Tensor = torch.zeros_like(self._places)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
-        """Positions `[3, length]` of the tokens `feature.mm_position` of an image before their places are added.
+        """Positions `[3, length]` of the tokens `feature.mm_position` of an image, without the places of the rows that
+        the reducer keeps, which are known only after the encoder and added by `forward`.
 
         Positions are relative to the image's first one. The second result is the position of the text after the image.
         """

@@ -126,9 +126,9 @@ def vision_keys(kind: str, **below: Value) -> dict[str, Value]:
     return keys | {f"clip.vision.{name.replace('__', '.')}": value for name, value in below.items()}
 
 
-def activation(path: str = "vision_config.hidden_act") -> dict[str, Value]:
+def activation() -> dict[str, Value]:
     """The metadata of the activation in the tower's blocks; llama.cpp's default is quick GELU."""
-    read = at(path)
+    read = at("vision_config.hidden_act")
     return {
         "clip.use_gelu": lambda facts: True if str(read(facts)).startswith("gelu") else None,
         "clip.use_silu": lambda facts: True if read(facts) == "silu" else None,
