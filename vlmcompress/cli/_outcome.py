@@ -26,8 +26,8 @@ def checks_text(title: str, findings: Sequence[Check]) -> str:
     """A title, a line per finding, and the number of problems, as text."""
     bad = sum(not finding.ok for finding in findings)
     rows = [("ok" if finding.ok else "PROBLEM", finding.name, finding.detail) for finding in findings]
-    verdict = "nothing stands in the way" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
-    return f"{title}\n{table(rows)}\n{len(findings)} things looked at, {verdict}."
+    verdict = "no problem" if not bad else f"{bad} problem{'s' if bad > 1 else ''}"
+    return f"{title}\n{table(rows)}\n{len(findings)} checks, {verdict}."
 
 
 def written_text(done: Mapping[str, Any], lines: Sequence[str], verbose: bool, notes: Sequence[str] = ()) -> str:
