@@ -148,7 +148,7 @@ def test_files_of_the_walks_exist():
         stations = re.split(r"^\d+\. ", walk, flags=re.MULTILINE)[1:]
         assert 1 < len(stations) <= 12
         for station in stations:
-            places = re.findall(r"`([\w/]+\.py): (\w+)`", station)
+            places = re.findall(r"`([\w/]+\.py):\s+(\w+)`", station)
             assert places, f"no file and name: {station}"
             for file, name in places:
                 body = ast.parse((ROOT / "vlmcompress" / file).read_text()).body

@@ -33,16 +33,16 @@ class _Learning(Merger):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.found: list[float] = []
+        self.thresholds: list[float] = []
         assert self.reducer.keep is not None
         self._pairs = _schedule(self.grids[0], self.reducer.keep, self.layers)
 
     def merge(self, layer: int, states: Tensor, keys: Tensor, heads: int) -> Tensor:
         scores = [dymu.best(self.signals(image, keys, heads)) for image in range(len(self.merged))]
         # A batch merges by its own threshold, as later layers see the result.
-        self.found.append(dymu.threshold(scores, self._pairs[layer]))
-        rest = (1.0,) * (self.layers - len(self.found))
-        self.reducer = self.reducer.with_thresholds((*self.found, *rest))
+        self.thresholds.append(dymu.threshold(scores, self._pairs[layer]))
+        rest = (1.0,) * (self.layers - len(self.thresholds))
+        self.reducer = self.reducer.with_thresholds((*self.thresholds, *rest))
         return super().merge(layer, states, keys, heads)
 
 
@@ -62,7 +62,7 @@ def learn_thresholds(
         return chosen
     levels = []
     for part, parts in _pictures(vlm, batches):
-        levels.append(_run(vlm, part, chosen.reducer, _Learning).found)
+        levels.append(_run(vlm, part, chosen.reducer, _Learning).thresholds)
         progress("thresholds", len(levels), parts)
     return chosen.with_thresholds(dymu.average(levels))
 
