@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 SKILLS = ("qwen", "llava")
 SEEDS = 3  # calibrations of a repeated recipe
-Arrays = dict[str, np.ndarray]  # "model|name" or "model|recipe|seed|name" -> a value a question
+Arrays = dict[str, np.ndarray]  # "model|recipe|seed|name" -> a value a question
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         by_seed = list(pairs)
         arrays: Arrays = {}
         for seed, (_, results) in enumerate(by_seed):
-            arrays |= questions(bench, results, f"{model}|", f"{model}|{name}|{seed}|")
+            arrays |= questions(bench, results, f"{model}|{name}|{seed}|")
         suite = by_seed[0][1].suites[0].model_dump(mode="json")
         row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
@@ -216,25 +216,25 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         print(model, name, row["overall"], file=sys.stderr, flush=True)
 
 
-def questions(bench: Bench, results: Results, of_model: str, of_candidate: str) -> Arrays:
-    """What was measured of each question, `[questions]`: numbers of images, families, scores of both sides, KL of the first
-    token; further scores are NaN for questions of other families."""
+def questions(bench: Bench, results: Results, prefix: str) -> Arrays:
+    """What was measured of each question, `[questions]`, by names after `prefix`: numbers of images, families, scores of both
+    sides, KL of the first token; further scores are NaN for questions of other families."""
     from vlmcompress.evaluation.accuracy.compare import pairs
 
     samples = results.samples
     numbers: dict[Any, int] = {}
     baseline, candidate, images = pairs(samples)
     arrays = {
-        f"{of_model}image": np.array([numbers.setdefault(image, len(numbers)) for image in images or ()], np.int16),
-        f"{of_model}family": np.array([sample.family for sample in samples]),
-        f"{of_candidate}baseline": np.array(baseline, np.float32),
-        f"{of_candidate}score": np.array(candidate, np.float32),
-        f"{of_candidate}kl": np.array([math.nan if s.kl is None else s.kl for s in samples], np.float32),
+        f"{prefix}image": np.array([numbers.setdefault(image, len(numbers)) for image in images or ()], np.int16),
+        f"{prefix}family": np.array([sample.family for sample in samples]),
+        f"{prefix}baseline": np.array(baseline, np.float32),
+        f"{prefix}score": np.array(candidate, np.float32),
+        f"{prefix}kl": np.array([math.nan if s.kl is None else s.kl for s in samples], np.float32),
     }
     for key, (family, score) in bench.scores.items():
         for side, name in (("baseline", f"baseline {key}"), ("candidate", key)):
             values = [(score(getattr(s, side), s.expected) or 0.0) if s.family == family else math.nan for s in samples]
-            arrays[of_candidate + name] = np.array(values, np.float32)
+            arrays[prefix + name] = np.array(values, np.float32)
     return arrays
 
 
@@ -245,23 +245,26 @@ def figures(bench: Bench, arrays: Arrays, model: str, recipe: str, margins: dict
 
     def side(name: str) -> np.ndarray:
         rows = [key for key in arrays if key.startswith(f"{model}|{recipe}|") and key.split("|")[3] == name]
-        return np.stack([arrays[key] for key in rows]).astype(np.float64)
+        return np.stack([arrays[key] for key in rows])
 
-    image, family = arrays[f"{model}|image"], arrays[f"{model}|family"]
-    before, after = side("baseline").mean(0), side("score").mean(0)
+    def means(name: str) -> np.ndarray:
+        return side(name).mean(0, dtype=np.float64)
+
+    image, family = side("image")[0], side("family")[0]
+    before, after = means("baseline"), means("score")
     of_families = {
         name: (before[family == name].tolist(), after[family == name].tolist(), image[family == name].tolist())
         for name in sorted(set(family.tolist()))
     }
     overall = compare.compare(before.tolist(), after.tolist(), image.tolist(), margin=margins["overall"])
     row: dict[str, Any] = {"overall": overall.model_dump(mode="json")}
-    row["by_seed"] = (side("score") - side("baseline")).mean(1).tolist()
-    row["kl"] = float(np.nanmean(side("kl")))
+    row["by_seed"] = (side("score") - side("baseline")).mean(1, dtype=np.float64).tolist()
+    row["kl"] = float(np.nanmean(side("kl"), dtype=np.float64))
     compared = compare.families(of_families, margin=margins)
     row["families"] = {name: comparison.model_dump(mode="json") for name, comparison in compared.items()}
     for key in bench.scores:
         family_rows = ~np.isnan(side(key)[0])
-        sides = (side(name).mean(0)[family_rows].tolist() for name in (f"baseline {key}", key))
+        sides = (means(name)[family_rows].tolist() for name in (f"baseline {key}", key))
         row[key] = compare.compare(*sides, image[family_rows].tolist()).model_dump(mode="json")
     return row
 

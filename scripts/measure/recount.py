@@ -7,8 +7,8 @@
 Needs NumPy alone. Means must be equal. Intervals are bootstrapped: images are drawn with all their questions, texts one by one;
 of ratios calibrations, too. That is another estimate: a stored interval may be half as wide, or four times, and that of a ratio
 wider still by as much as Student's t exceeds 1.96 with so few calibrations. `eval/rows/NAME.npz` has arrays of a value a
-question, named `model|recipe|seed|score` and so on; `model|image` says which questions share an image. The last line is one
-JSON object; the exit code is 1 if a row differs.
+question, named `model|recipe|seed|score` and so on; `image` says which questions share an image. The last line is one JSON
+object; the exit code is 1 if a row differs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def accuracy(table: str) -> Recounted:
     """Differences of the share of right answers; a question's score is its mean over calibrations."""
     arrays = np.load(EVAL / "rows" / f"{table}.npz")
     for row in json.loads((EVAL / f"{table}.json").read_text()):
-        sides = [by_seed(arrays, f"{row['model']}|{row['recipe']}|", name) for name in ("baseline", "score")]
+        prefix = f"{row['model']}|{row['recipe']}|"
+        sides = [by_seed(arrays, prefix, name) for name in ("baseline", "score")]
         if not sides[0]:
             continue  # measured before questions were kept
         before, after = (np.mean(list(side.values()), 0) for side in sides)
-        sums = drawn(np.stack([after - before, np.ones_like(before)]), arrays[f"{row['model']}|image"])
+        sums = drawn(np.stack([after - before, np.ones_like(before)]), arrays[f"{prefix}0|image"])
         limits = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
         stored = [row["overall"][name] for name in ("difference", "low", "high")]
         yield f"{row['model']} {row['recipe']}", 1, stored, [float(np.mean(after - before)), *limits]
@@ -76,7 +77,7 @@ def weights() -> Recounted:
                 continue
             # A method that reads no data has one result for all calibrations.
             a, b = (np.stack([side.get(str(seed), side["0"]) for seed in compared["seeds"]]) for side in sides)
-            clusters = arrays[f"{where}image"] if what == "answers" else np.arange(a.shape[1])
+            clusters = arrays[f"{where}{names[0]}|0|image"] if what == "answers" else np.arange(a.shape[1])
             draws = [
                 np.log(np.divide(*drawn(np.stack([a[seeds].mean(0), b[seeds].mean(0)]), clusters).T))
                 for seeds in rng.integers(0, len(a), (20, len(a)))

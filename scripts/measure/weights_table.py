@@ -67,7 +67,7 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
     for row in rows(work / "rows.jsonl"):
         if row["model"] == model and row["split"] == split:
             grouped.setdefault((row["format"], row["method"]), []).append(row)
-    loaded = {key: _stack(work, seed_rows) for key, seed_rows in grouped.items()}
+    loaded = {key: {row["seed"]: _measures(work, row) for row in seed_rows} for key, seed_rows in grouped.items()}
     clusters = {"answers": numbered([about(sample) for sample in questions])} if questions else {}
     keys = sorted(grouped, key=lambda key: order((model, split, *key)))
     return [{"model": model, "split": split} | _figures(key, grouped[key], loaded, clusters) for key in keys]
@@ -75,14 +75,16 @@ def summarise(work: Path, model: str, split: str, questions: Sequence[Sample]) -
 
 def raw(work: Path, model: str, split: str, questions: Sequence[Sample]) -> dict[str, np.ndarray]:
     """What the rows of a model and split were computed from: `model|split|format|method|seed|measure` -> a value a text or
-    question, and `model|split|image` -> numbers of the questions' images."""
-    arrays = {f"{model}|{split}|image": numbered([about(sample) for sample in questions]).numpy().astype(np.int16)}
+    question; the measure `image` numbers the questions' images."""
+    images = {"image": numbered([about(sample) for sample in questions]).numpy().astype(np.int16)} if questions else {}
+    arrays = {}
     for row in rows(work / "rows.jsonl"):
         if row["model"] == model and row["split"] == split:
+            measures = _measures(work, row)
+            values = images | {name: measures[name].float().numpy() for name in SHOWN if name in measures}
             key = f"{model}|{split}|{row['format']}|{row['method']}|{row['seed']}"
-            measures: Measures = torch.load(work / "measures" / f"{row['key']}.pt", weights_only=True)
-            arrays |= {f"{key}|{name}": measures[name].float().numpy() for name in SHOWN if name in measures}
-    return arrays if questions else {key: values for key, values in arrays.items() if not key.endswith("|image")}
+            arrays |= {f"{key}|{name}": array for name, array in values.items()}
+    return arrays
 
 
 def order(name: tuple[str, str, str, str]) -> tuple[str, bool, int, int]:
@@ -91,8 +93,9 @@ def order(name: tuple[str, str, str, str]) -> tuple[str, bool, int, int]:
     return model, split == "test", list(FORMATS).index(form), list(METHODS).index(method)
 
 
-def _stack(work: Path, seed_rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
-    return {row["seed"]: torch.load(work / "measures" / f"{row['key']}.pt") for row in seed_rows}
+def _measures(work: Path, row: Mapping[str, Any]) -> dict[str, Tensor]:
+    measures: dict[str, Tensor] = torch.load(work / "measures" / f"{row['key']}.pt", weights_only=True)
+    return measures
 
 
 def _figures(

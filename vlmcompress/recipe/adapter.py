@@ -46,9 +46,8 @@ def inputs_folder(model: Path, adapter: Path | None) -> Path:
     files = {str(place): (model / place).read_bytes() for place in places} | _content(model, "chat template")
     for kind in kinds:
         brought = _content(adapter, kind)
-        if kind != "tokenizer" or any(
-            Path(name).name in _VOCABULARY for name in brought
-        ):  # else: settings of the base's
+        # Tokenizer files without a vocabulary are settings of the base's tokenizer, and join its files.
+        if kind != "tokenizer" or any(Path(name).name in _VOCABULARY for name in brought):
             files = {name: content for name, content in files.items() if name not in _content(model, kind)}
         files |= brought
     return _written(tuple(files.items()))
