@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Accuracy of schemes and reducers on the demo models: their test split, paired with the BF16 original.
+"""Accuracy of schemes and reducers on the demo models in vLLM: their test split, paired with the BF16 original. Three bits are
+measured in transformers, as vLLM's CPU build has no kernel for them.
 
-    scripts/measure/bench_accuracy.py                     world in vLLM: both models; writes eval/accuracy.json
-    scripts/measure/bench_accuracy.py boxes               boxes and points, in transformers, of demos that give them
-    scripts/measure/bench_accuracy.py pages               labels to read, likewise
-    scripts/measure/bench_accuracy.py clips               clips; reducers in vLLM, as those in transformers take no videos
+    scripts/measure/bench_accuracy.py                     world: both models; writes eval/accuracy.json
+    scripts/measure/bench_accuracy.py boxes               boxes and points, of demos that give them
+    scripts/measure/bench_accuracy.py pages               labels to read
+    scripts/measure/bench_accuracy.py clips               clips
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import itertools
 import json
 import math
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pyarrow import parquet
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -53,13 +56,11 @@ class Bench:
     """What is asked of which models, and where results are kept.
 
     Attributes:
-        suite: None: the one bundled with the models. Otherwise it is asked in transformers, of the data next to the models if
-            there are some.
+        suite: None: the one bundled with the models. Otherwise it is asked of the data next to the models if there are some.
         models: name in the table -> checkpoint.
         recipes: name in the table -> keys of a recipe.
         scores: name in the results -> family and further score of its answers, given the expected ones.
         columns: column of the table -> keys of its comparison in a result.
-        served: recipes of a suite that are asked in vLLM, next to a baseline there.
         repeated: recipes that are calibrated with several seeds.
     """
 
@@ -69,7 +70,6 @@ class Bench:
     recipes: dict[str, dict]
     scores: dict[str, tuple[str, Callable[[str, str], float | None]]] = field(default_factory=dict)
     columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
-    served: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
 
     @property
@@ -103,7 +103,8 @@ WORLD: dict[str, dict] = {
 SKILLED: dict[str, dict] = {
     **{name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128", "int8, tower too", "gptq-plus g128")},
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
-    "gptq-plus g32, 3 bits": {"scheme": "gptq-plus", "options": {"bits": 3, "group_size": 32}},
+    "gptq-plus g32, 3 bits": PLUS | {"options": {"bits": 3, "group_size": 32}},
+    "gptq-plus g32, 3 bits, rotated": PLUS | {"options": {"bits": 3, "group_size": 32}, "rotate": "hadamard"},
     **{
         name: {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
@@ -114,11 +115,12 @@ SKILLED: dict[str, dict] = {
             *((f"{method} {share}", f"{method}:{share}") for method in ("dymu", "visionzip", "resize")),
         )
     },
+    **{f"gptq-plus g128, {name}": PLUS | {"reduce": reduce} for name, reduce in HALVED.items()},
 }
 WATCHED: dict[str, dict] = {
     **{name: SKILLED[name] for name in ("fp8", "int8", "gptq-plus g128", "rtn g32, 3 bits")},
     **{
-        f"{name}, in vLLM": {"scheme": "none", "reduce": reduce}
+        name: {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
         for name, reduce in (
             *((f"{method} {share}", f"{method}:{share}") for method in ("uniform", "divprune")),
@@ -127,7 +129,10 @@ WATCHED: dict[str, dict] = {
             (f"evs {share}", f"evs:{share}"),
         )
     },
+    "gptq-plus g128, evs 1/2": PLUS | {"reduce": "evs:1/2"},
 }
+REPEATED = frozenset({"gptq-plus g128", "gptq-plus g128, coverage 1/2, merged"})
+SKILLED_REPEATED = REPEATED | {"gptq-plus g32, 3 bits", "gptq-plus g32, 3 bits, rotated"}
 
 
 def _skilled(skill: str) -> tuple[Path, dict[str, Path], dict[str, dict]]:
@@ -141,28 +146,35 @@ BENCHES = {
         ROOT / "eval/accuracy.json",
         {name: ROOT / f"eval/demo/demo-{name}" for name in SKILLS},
         WORLD,
-        repeated=frozenset({"gptq-plus g128", "gptq-plus g128, coverage 1/2, merged"}),
+        repeated=REPEATED,
     ),
     "boxes": Bench(
         "grounding",
         *_skilled("boxes"),
         {"iou": ("box", overlap)},
         {"boxes hit": ("families", "box"), "mean IoU": ("iou",), "points hit": ("families", "point")},
+        repeated=SKILLED_REPEATED,
     ),
     "pages": Bench(
         "pages",
         *_skilled("pages"),
         {"exact": ("page", lambda answer, expected: float(normalise(answer) == normalise(expected)))},
         {"labels right": ("exact",), "edit similarity": ("overall",)},
+        repeated=SKILLED_REPEATED,
     ),
     "clips": Bench(
         "clips",
         *_skilled("clips")[:2],
         WATCHED,
         columns={"clips right": ("overall",), **{name: ("families", name) for name in ("moved", "times", "first")}},
-        served=frozenset(name for name in WATCHED if name.endswith("in vLLM")),
+        repeated=REPEATED,
     ),
 }
+
+
+def in_transformers(recipe: str) -> bool:
+    """Whether a recipe is measured there."""
+    return "3 bits" in recipe
 
 
 def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> None:
@@ -188,14 +200,10 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
                 print(f"{model} {name}: {error}", file=sys.stderr)
                 break
             outs.append((name, out, size["weights_before"] / size["weights_after"]))
-    in_vllm = not bench.suite or bench.served.issuperset(names)
+    in_vllm = not any(map(in_transformers, names))
     engine = engines.get_engine("vllm" if in_vllm else "hf")
-    options = EvalOptions(
-        engine,
-        engine,
-        limit=limit,
-        settings=EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=0 if in_vllm else 32),
-    )
+    settings = EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=256 if in_vllm else 32)
+    options = EvalOptions(engine, engine, limit=limit, settings=settings)
     data = bundled_data(source, "test") if bench.suite else None
     evaluated = evaluate_all([out for _, out, _ in outs], source, [bench.suite], data, options)
     for name, pairs in itertools.groupby(zip(outs, evaluated, strict=True), key=lambda pair: pair[0][0]):
@@ -206,9 +214,9 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         suite = by_seed[0][1].suites[0].model_dump(mode="json")
         row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
-            row["visual_tokens"] = suite["visual_tokens"] or in_clips(source, suite)
-        if bench.served:
-            row["engine"] = engine.title
+            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data)
+        if not in_vllm:
+            row["engine"] = "transformers"
         margins = {"overall": suite["overall"]["margin"]}
         margins |= {family: compared["margin"] for family, compared in suite["families"].items()}
         row |= figures(bench, arrays, model, name, margins)
@@ -270,13 +278,16 @@ def figures(bench: Bench, arrays: Arrays, model: str, recipe: str, margins: dict
 
 
 def keep(bench: Bench, row: dict[str, Any], arrays: Arrays) -> None:
-    """Put a row into the bench's two files, in place of an earlier one of the same model and recipe."""
-    key = row["model"], row["recipe"]
-    rows = [old for old in stored(bench) if (old["model"], old["recipe"]) != key] + [row]
+    """Put a row into the bench's two files, in place of an earlier one of the same model, recipe and engine."""
+
+    def key(row: dict[str, Any]) -> tuple[str, str, str | None]:
+        return row["model"], row["recipe"], row.get("engine")
+
+    rows = [old for old in stored(bench) if key(old) != key(row)] + [row]
     rows.sort(key=lambda row: (list(bench.models).index(row["model"]), list(bench.recipes).index(row["recipe"])))
     bench.rows.parent.mkdir(exist_ok=True)
     with np.load(bench.rows) if bench.rows.exists() else contextlib.nullcontext({}) as file:
-        kept = {name: file[name] for name in file if not name.startswith(f"{key[0]}|{key[1]}|")}
+        kept = {name: file[name] for name in file if not name.startswith(f"{row['model']}|{row['recipe']}|")}
     np.savez_compressed(bench.rows, **kept | arrays)
     bench.file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
@@ -287,35 +298,51 @@ def stored(bench: Bench) -> list[dict[str, Any]]:
     return [row for row in rows if row["recipe"] in bench.recipes]
 
 
-def in_clips(source: Path, suite: dict) -> list[int]:
-    """Visual tokens of all clips before and after a reducer, of a suite whose engine counts those of whole prompts alone."""
+def visual_tokens(source: Path, suite: dict, data: Path | None) -> list[int]:
+    """Visual tokens of a suite before and after a reducer: vLLM counts those of whole prompts alone.
+
+    Args:
+        data: file of questions about an image each; None: the suite is that of clips.
+    """
+    from PIL import Image
     from transformers import AutoProcessor
 
     from vlmcompress.evaluation.accuracy.clips import FRAMES, SIDE
     from vlmcompress.models import read_config, spec_for
 
-    spec = spec_for(read_config(source))
-    before = math.prod(spec.images.video(AutoProcessor.from_pretrained(source), FRAMES, SIDE, SIDE)) * suite["samples"]
+    spec, processor = spec_for(read_config(source)), AutoProcessor.from_pretrained(source)
+    if data is None:
+        of_one: float = math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
+    else:
+        images = itertools.chain(*parquet.read_table(data, columns=["image"])["image"].to_pylist())
+        sizes = [Image.open(io.BytesIO(image)).size for image in images]
+        of_one = float(np.mean([spec.layout(processor, *size, 1).tokens for size in sizes]))
+    before = round(of_one * suite["samples"])
     return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
 
 def render(bench: Bench, rows: list[dict]) -> str:
     """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals."""
-    cells = {(row["model"], row["recipe"]): row for row in rows}
-    names = sorted({model for model, _ in cells}, key=list(bench.models).index)
+    cells = {(row["model"], row["recipe"], row.get("engine", "")): row for row in rows}
+    names = sorted({row["model"] for row in rows}, key=list(bench.models).index)
+    engines = sorted({row.get("engine", "") for row in rows})
     columns = ["tokens", *bench.columns] if bench.suite else [*bench.columns, "KL"]
     heads = [f"{name}: {' | '.join(['weights', *columns])}" for name in names]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---|" + "---:|" * (len(names) * (1 + len(columns)))]
-    for engine in sorted({row.get("engine", "") for row in rows}):
-        first = [
-            next(row for row in rows if (row["model"], row.get("engine", "")) == (model, engine)) for model in names
-        ]
-        shares = [[f"{compared['baseline']:.1%}" for compared in compared_in(bench, row)] for row in first]
-        parts = [["", "", *cells] if bench.suite else ["", *cells, ""] for cells in shares]
-        lines.append(f"| none, 16 bits{engine and f', in {engine}'} | {' | '.join(itertools.chain(*parts))} |")
-    for recipe in bench.recipes:
+    for engine in engines:
         parts = []
-        for row in (cells.get((model, recipe)) for model in names):
+        for model in names:
+            row = next((r for r in rows if (r["model"], r.get("engine", "")) == (model, engine)), None)
+            shares = (
+                [f"{compared['baseline']:.1%}" for compared in compared_in(bench, row)]
+                if row
+                else [""] * len(bench.columns)
+            )
+            parts += ["", "", *shares] if bench.suite else ["", *shares, ""]
+        lines.append(f"| none, 16 bits{engine and f', in {engine}'} | {' | '.join(parts)} |")
+    for recipe, engine in itertools.product(bench.recipes, engines):
+        parts = []
+        for row in (cells.get((model, recipe, engine)) for model in names):
             if row is None:
                 parts += [""] * (1 + len(columns))
                 continue
@@ -327,7 +354,7 @@ def render(bench: Bench, rows: list[dict]) -> str:
             if not bench.suite:
                 parts.append(f"{row['kl']:.4f}")
         if any(parts):
-            lines.append(f"| {recipe} | {' | '.join(parts)} |")
+            lines.append(f"| {recipe}{engine and f', in {engine}'} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 
@@ -358,7 +385,7 @@ def main() -> None:
         parser.error(f"no recipe is called {', '.join(absent)}; there are {', '.join(bench.recipes)}")
     if not args.render:
         names = args.recipes or list(bench.recipes)
-        parts = [[name for name in names if (name in bench.served) == served] for served in (False, True)]
+        parts = [[name for name in names if in_transformers(name) == apart] for apart in (False, True)]
         for model, part in itertools.product(args.models, filter(None, parts)):
             with contextlib.nullcontext(args.work) if args.work else tempfile.TemporaryDirectory() as folder:
                 measure(bench, model, part, args.limit, Path(folder))
