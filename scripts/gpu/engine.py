@@ -108,10 +108,10 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     out = log.with_suffix(".json")
     out.unlink(missing_ok=True)
-    asked = [
+    pairs = [
         (str(image), question) for image, question in zip(images, questions or [QUESTION] * len(images), strict=True)
     ]
-    job = {"model": str(folder), "asked": asked, "whole": bool(questions), "options": options}
+    job = {"model": str(folder), "asked": pairs, "whole": bool(questions), "options": options}
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
         "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

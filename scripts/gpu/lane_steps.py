@@ -143,11 +143,11 @@ def _write_questions(folder: Path, demo: str, count: int) -> None:
 
     rows = pyarrow.parquet.read_table(ROOT / f"eval/demo/data/{demo}/test.parquet").to_pylist()
     folder.mkdir(parents=True)
-    asked = []
+    questions = []
     for number, row in enumerate(rows[:: len(rows) // count][:count]):
         (folder / f"{number}.png").write_bytes(row["image"][0])
-        asked.append({"question": row["question"], "answer": row["answer"]})
-    (folder / "questions.json").write_text(json.dumps(asked))
+        questions.append({"question": row["question"], "answer": row["answer"]})
+    (folder / "questions.json").write_text(json.dumps(questions))
 
 
 def _keep(data: Path, name: str, folder: Path, reduce: str | None) -> None:
@@ -340,11 +340,11 @@ def reduced(place: Place) -> dict[str, Any]:
     every = [f"{demo} {spec}" for demo, specs in REDUCERS.items() for spec in specs]
     for some in _groups([name for name in every if name in stored][: 2 if place.tiny else None], place):
         for name, finish in {name: _started(place, *name.split(" ")) for name in some}.items():
-            seen, cpu = finish(), _reference(name)
-            rows[name] = row = compared(seen, cpu)
-            if "error" in seen:
+            outcome, cpu = finish(), _reference(name)
+            rows[name] = row = compared(outcome, cpu)
+            if "error" in outcome:
                 continue
-            pairs = list(zip(seen["kept"], cpu["kept"], strict=True))
+            pairs = list(zip(outcome["kept"], cpu["kept"], strict=True))
             row["kept_alike"] = mean(len({*ours} & {*theirs}) / max(len(ours), len(theirs)) for ours, theirs in pairs)
             if row["kept_alike"] < 0.95:
                 row["wrong"] = f"{row['kept_alike']:.0%} of the kept tokens are the CPU's; {row.get('wrong', '')}"
