@@ -545,5 +545,5 @@ def described(running: Any, rows: dict[str, list[dict[str, Any]]]) -> dict[str, 
         "tokens_per_second_alone": round(1000 / figure("latency", "tpot_p50_ms"), 1),
         "tokens_per_second": figure("load", "output_throughput"),
         "fits": measure.requests_at_once(longest, cache),
-        "kv_tokens": int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0),
+        "kv_tokens": int(cache["kv_cache_size_tokens"]),
     }

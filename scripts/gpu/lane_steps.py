@@ -385,5 +385,9 @@ def served(place: Place, scheme: str) -> dict[str, Any]:
     os.environ["GPU_CHECK_FLAGS"] = json.dumps([] if place.tiny else flags)
     result = serve(place, scheme)
     layers = read_served_model(model(place, QWEN, "full")).decoder.layers(1)
-    planned = 4 * 2**30 // sum(layer.token_bytes for layer in layers)
-    return {**result, "flags": flags, "planned_kv_tokens": planned}
+    planned = 4 * 2**30 // sum(layer.token_bytes for layer in layers)  # `engine.servers` gives each 4 GiB
+    result |= {"flags": flags, "planned_kv_tokens": planned}
+    held = {name: row["kv_tokens"] for name, row in result["kept"].items()}
+    if not place.tiny and any(abs(tokens / planned - 1) > 0.02 for tokens in held.values()):
+        raise Failed(f"the KV cache holds {held} tokens, and vlmcompress plan expects {planned}", result)
+    return result
