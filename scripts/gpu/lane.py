@@ -251,6 +251,7 @@ def main() -> int:
     parser.add_argument("--few", action="store_true", help="with --pack: one checkpoint and a few questions, to try it")
     parser.add_argument("--megabytes", type=float, default=60, help="most of a part; default: 60")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=[], help="steps, or parts as STEP/PART")
+    parser.add_argument("--again", action="store_true", help="run those of --only although they are done")
     parser.add_argument(
         "--limit", type=float, metavar="MINUTES", default=8.5, help="start nothing that would end later"
     )
