@@ -216,7 +216,7 @@ def look(served: Any) -> dict[str, Any]:
             kind = type(value).__name__
             if "Kernel" in kind and kind not in by_layer.setdefault(layer, []):
                 by_layer[layer].append(kind)
-        if name.endswith("self_attn.attn"):
+        if name.endswith("self_attn.attn") and hasattr(module, "kv_cache_dtype"):  # not a tower's
             scales.append([getattr(module, f"_{which}_scale_float", None) for which in "kv"])
             backend = getattr(module, "attn_backend", None)
             backends.append(backend.get_name() if backend else None)
