@@ -61,7 +61,7 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     if resize := record["recipe"].get("resize"):
         sections.append(
             f"## Image size\n\nThe processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in "
-            "every engine. No weight depends on it, and the original's processor undoes it."
+            "engines that follow it. No weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
         names = reducer.reducer.set_by_requests if record["recipe"].get("engine", "vllm") == "vllm" else ()
