@@ -145,9 +145,10 @@ class Local(Engine):
 
         if not self.shares:
             return False
+        if self.reduce:
+            return "keep" in parse_reducer(self.reduce).set_by_requests
         carried = reducer_block.read_reducer(json_files.read(model / "config.json"))
-        chosen = parse_reducer(self.reduce) if self.reduce else carried and carried.reducer
-        return chosen is not None and "keep" in chosen.set_by_requests
+        return carried is not None and "keep" in carried.reducer.set_by_requests
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: EngineSettings) -> Generator[dict]:
         job = {
