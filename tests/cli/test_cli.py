@@ -305,7 +305,7 @@ def test_list_reducers_prints_their_docstrings(capfd):
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
     assert " fastv llm fixed count transformers only FastV: after" in text
-    assert " resize processor measured count every engine Make images smaller" in text
+    assert " resize processor measured count by the processor Make images smaller" in text
     assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in listed)
 
 
