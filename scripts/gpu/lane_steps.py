@@ -156,7 +156,7 @@ def _keep(data: Path, name: str, folder: Path, reduce: str | None) -> None:
     stored = json.loads(file.read_text()) if file.exists() else {}
     if name in stored:
         return
-    from vlmcompress.engines import EngineSettings
+    from vlmcompress.engines import EngineSettings, Request
     from vlmcompress.engines.hf import IN_FLIGHT, Engine
 
     began = time.monotonic()
@@ -173,7 +173,7 @@ def _keep(data: Path, name: str, folder: Path, reduce: str | None) -> None:
     tokens = {engine.tokenizer.decode([token]): str(token) for token in reversed(range(len(engine.tokenizer)))}
     answers: dict[str, list[Any]] = {"texts": [], "first": [], "prompt_tokens": [], "kept": []}
     requests = [
-        {"id": str(image), "max_tokens": None, "messages": conversation(image, question)}
+        asdict(Request(str(image), conversation(image, question)))
         for image, question in zip(images, questions, strict=True)
     ]
     for at in range(0, len(requests), IN_FLIGHT):
