@@ -294,7 +294,8 @@ def test_requests_that_fit_a_card_are_what_plan_computes(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     for card, *requests in cells("cards"):
         assert cli.main(["plan", ".", "--target", card.split("`")[1]]) == 0
-        fits = dict(re.findall(r"^  (bf16|int8|gptq-plus) .* GB +([\d,]+)(?: |$)", capsys.readouterr().out, re.MULTILINE))
+        pattern = r"^  (bf16|int8|gptq-plus) .* GB +([\d,]+)(?: |$)"
+        fits = dict(re.findall(pattern, capsys.readouterr().out, re.MULTILINE))
         assert requests == [fits["bf16"], fits["int8"], fits["gptq-plus"]], card
 
 
