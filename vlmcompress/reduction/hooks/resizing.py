@@ -52,7 +52,7 @@ def ceiling_note(spec: ModelSpec, processor: Any) -> str | None:
         return None
     return (
         f"an image may have up to {most:,} tokens, and the cards of {spec.family} recommend {recommended:,}: larger ones are "
-        f"slower, and boxes in them may be worse; --reduce resize:tokens={recommended} (in a recipe resize: {{tokens: "
+        f"slower, and boxes in them may be worse; quantize --reduce resize:tokens={recommended} (in a recipe resize: {{tokens: "
         f"{recommended}}}) lowers the limit"
     )
 
