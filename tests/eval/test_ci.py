@@ -30,7 +30,7 @@ def run(folder: Path, inputs: Mapping[str, str], github: Mapping[str, str]) -> t
 
     Steps of other actions are left out. An expression that names an unknown input, step or variable raises KeyError.
     """
-    texts = {f"inputs.{name}": str(given.get("default", "")) for name, given in ACTION["inputs"].items()}
+    texts = {f"inputs.{name}": str(entry.get("default", "")) for name, entry in ACTION["inputs"].items()}
     texts |= {"github.action_path": str(CI), "runner.temp": str(folder)}
     texts |= {f"github.{name}": text for name, text in github.items()}
     assert inputs.keys() <= ACTION["inputs"].keys()
@@ -78,19 +78,19 @@ def test_the_steps_give_the_exit_code_of_the_gate(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("scheme: rtn\n")
     (tmp_path / "gh").write_text('#!/bin/sh\n{ echo "$@"; cat; } > comment\n')
     (tmp_path / "gh").chmod(0o755)
-    given = {"model": str(DEMO_LLAVA), "install": "", "arguments": "--engine hf --suite world --limit 12"}
+    inputs = {"model": str(DEMO_LLAVA), "install": "", "arguments": "--engine hf --suite world --limit 12"}
     for verdict, (gate, exit_code) in GATES.items():
         (tmp_path / "gate.yaml").write_text(gate)
         recipe = "recipe.yaml" * (verdict == "fail")
         event = {"event_name": "pull_request", "event.pull_request.number": "7", "token": "secret"}
-        code, outputs = run(tmp_path, given | {"recipe": recipe, "gate": "gate.yaml"}, event)
+        code, outputs = run(tmp_path, inputs | {"recipe": recipe, "gate": "gate.yaml"}, event)
         assert (code, outputs) == (exit_code, {"verdict": verdict, "report": "report"})
         report = (tmp_path / "report" / "report.md").read_text()
         flags = "pr comment 7 --repo me/mine --edit-last --create-if-none --body-file -\n"
         assert (tmp_path / "comment").read_text() == flags + report
         assert (tmp_path / "GITHUB_STEP_SUMMARY").read_text().endswith(report)
     (tmp_path / "comment").unlink()
-    code, outputs = run(tmp_path, given | {"recipe": "", "gate": "missing.yaml"}, {"event_name": "push"})
+    code, outputs = run(tmp_path, inputs | {"recipe": "", "gate": "missing.yaml"}, {"event_name": "push"})
     assert code == 2 and not outputs["verdict"] and not (tmp_path / "comment").exists()
 
 
@@ -99,7 +99,7 @@ def test_the_action_is_well_formed() -> None:
     assert (
         ACTION.keys() == {"name", "description", "inputs", "outputs", "runs"} and ACTION["runs"]["using"] == "composite"
     )
-    assert all(given.keys() <= {"description", "required", "default"} for given in ACTION["inputs"].values())
+    assert all(entry.keys() <= {"description", "required", "default"} for entry in ACTION["inputs"].values())
     for step in STEPS:
         needed = {"name", "run", "shell", "env"} if "run" in step else {"name", "uses", "with"}
         assert needed <= step.keys() <= needed | {"if", "id"}
@@ -109,7 +109,7 @@ def test_the_action_is_well_formed() -> None:
 def test_the_workflow_calls_the_action() -> None:
     workflow = yaml.safe_load((CI / "github-actions.yml").read_text())
     (call,) = [step for step in workflow["jobs"]["gate"]["steps"] if step["uses"].endswith("eval/ci")]
-    needed = {name for name, given in ACTION["inputs"].items() if given.get("required")}
+    needed = {name for name, entry in ACTION["inputs"].items() if entry.get("required")}
     assert needed <= call["with"].keys() <= ACTION["inputs"].keys()
     assert workflow["permissions"]["pull-requests"] == "write"
 
