@@ -229,7 +229,7 @@ def test_an_experts_scale_is_searched_on_the_tokens_routed_to_it(loaded, all_exp
 
 
 def test_losses_are_those_of_llmcompressors_search(vlm, batches):
-    """Its routed_rows grid loop, observers and runs of modules sample by sample, with MBQ's loss in the place of the squared error.
+    """Its own grid loop, observers and runs of modules sample by sample, with MBQ's loss in the place of the squared error.
 
     Equal up to values on the edge between two codes: it folds each scale into the model before it searches the next.
     """
