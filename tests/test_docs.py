@@ -95,6 +95,8 @@ def place(tmp_path_factory) -> Path:
         Image.new("RGB", (56, 56 + 28 * number)).save(folder / "photos" / f"{number}.png")
     row = {"image": "photos/0.png", "question": "What is it?", "answer": "Black."}
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    clip = {"video": ["photos/0.png"] * 4, "question": "What moves?", "answer": "It."}
+    (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for _ in range(4)))
     row = {"photo_bytes": (folder / row["image"]).read_bytes(), "q": row["question"], "a": row["answer"]}
     pq.write_table(pa.Table.from_pylist([row] * 4), folder / "set.parquet")
     return folder

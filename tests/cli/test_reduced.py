@@ -131,7 +131,7 @@ def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys)
     assert f"resize:0.5,tokens={tokens} + uniform:0.5: {example['before']} -> {example['after']} visual" in text
     config = json.loads((out / "config.json").read_text())
     assert config["vlmcompress"]["reduce"] == {"method": "uniform", "keep": 0.5}
-    assert f"at most {tokens} visual tokens, in every engine" in (out / "README.md").read_text()
+    assert f"at most {tokens} visual tokens, in engines that follow it" in (out / "README.md").read_text()
     assert run(capsys, "doctor", out, "--source", model)[0] == 0
 
 

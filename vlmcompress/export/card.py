@@ -58,7 +58,7 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     if resize := record["recipe"].get("resize"):
         sections.append(
             f"## Image size\n\nThe processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in "
-            "every engine. No weight depends on it, and the original's processor undoes it."
+            "engines that follow it. No weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
         query_aware = QUERY if reducer.reducer.query_aware and record["recipe"].get("engine", "vllm") == "vllm" else ""

@@ -1,8 +1,10 @@
 """Make images smaller before the encoder, by a setting of the model's own processor (`models.ImageSetting`).
 
-Unlike a reducer this also saves the encoder's work, and everything that loads the processor applies it: transformers and every
-engine, without a plugin. There is one setting for all images: a limit, which affects large images but not small ones. To keep
-a share of the tokens, the limit is measured on images: it is the largest one that leaves at most that share of their tokens.
+Unlike a reducer this also saves the encoder's work, and every engine that follows the processor applies it, without a plugin.
+llama.cpp takes limits from flags (`export.launch_files.token_limits`). SGLang 0.5.23 follows the processor: only videos use
+its `SGLANG_IMAGE_MAX_PIXELS` (`srt/multimodal/processors/qwen_vl.py`). There is one setting for all images: a limit, which
+affects large images but not small ones. To keep a share of the tokens, the limit is measured on images: it is the largest one
+that leaves at most that share of their tokens.
 """
 
 from __future__ import annotations
