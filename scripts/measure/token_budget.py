@@ -2,6 +2,7 @@
 """How many tokens layers have to be fitted to: errors of outputs on other samples, by the number of tokens.
 
     scripts/measure/token_budget.py MODEL --work DIR    measures the decoder's blocks `--blocks`, into eval/token_budget.json
+    scripts/measure/token_budget.py MODEL --kl          and how far it diverges on texts with its first blocks quantized
     scripts/measure/token_budget.py --render            prints the docs' table
 
 Samples are those of `compare_weights.py`; `--samples` calibrate, a quarter as many more measure. All run through the model in
@@ -25,16 +26,20 @@ from statistics import fmean
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+import torch
+from weights_table import ratio
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "token_budget.json"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 TOKENS = (2048, 4096, 8192, 16384)
 WAYS = ("drawn", "whole samples")
+FIRST, KL_TOKENS = 6, (0, 4096)  # blocks that are quantized where divergences are measured
 
 
 def measure(args: Namespace) -> dict[str, Any]:
     """Errors of each layer for each number of tokens and seed."""
-    import torch
     from weights_bench import Bench
 
     from vlmcompress import models
@@ -110,6 +115,28 @@ def measure(args: Namespace) -> dict[str, Any]:
     }
 
 
+def divergences(args: Namespace) -> list[dict[str, Any]]:
+    """Nats by which the model diverges on each text with its first blocks quantized, for each number of tokens."""
+    import teacher_forcing
+    from weight_methods import FORMATS, METHODS
+    from weights_bench import Bench
+
+    from vlmcompress.quantization.run import quantize
+    from vlmcompress.recipe import resolve
+
+    work = args.work.resolve()
+    settings = Namespace(work=work, samples=args.samples, questions=0, paragraphs=24)
+    bench, results = Bench(args.model.resolve(), "validation", settings), []
+    for tokens in KL_TOKENS:
+        keys = bench.recipe_keys(work / "checkpoint", 0) | METHODS[args.scheme].recipe_in(FORMATS["W4 g64"])
+        keys["calibrate"] |= {"tokens": tokens}
+        quantize(resolve(keys | {"skip": [rf"layers\.(?![0-{FIRST - 1}]\.)"]}).recipe, overwrite=True, restart=True)
+        measures = bench.measure(teacher_forcing.load_quantized(work / "checkpoint", bench.plain))
+        results.append({"tokens": tokens, "kl": measures["text/kl"].tolist()})
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    return results
+
+
 def render(measured: dict[str, Any]) -> str:
     """The docs' table."""
     rows, every = measured["rows"], measured["tokens"]
@@ -129,6 +156,14 @@ def render(measured: dict[str, Any]) -> str:
         ]
         expected = tokens / (tokens - inputs) / (every / (every - inputs))
         lines.append(f"| {tokens / inputs:.1f} | {tokens:,}, {inputs:,} | {' | '.join(cells)} | {expected:.2f} |")
+    first, *rest = (torch.tensor([row["kl"]], dtype=torch.float64) for row in measured["kl"])
+    ratios = [ratio(kl, first, torch.arange(first.shape[1])) for kl in rest]
+    pairs = zip(KL_TOKENS[1:], ratios, strict=True)
+    parts = [f"with {tokens:,} {x['ratio']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for tokens, x in pairs]
+    lines += [
+        "",
+        f"KL on {first.shape[1]} texts with {FIRST} blocks quantized, against that with all tokens: {', '.join(parts)}.",
+    ]
     return "\n".join(lines)
 
 
@@ -141,9 +176,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--kl", action="store_true", help="measure divergences on texts instead")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    if not args.render:
+    if args.kl:
+        RESULTS.write_text(json.dumps(json.loads(RESULTS.read_text()) | {"kl": divergences(args)}) + "\n")
+    elif not args.render:
         RESULTS.write_text(json.dumps(measure(args)) + "\n")
     measured = json.loads(RESULTS.read_text())
     print(render(measured))
