@@ -142,5 +142,6 @@ ENGINE = Local(
     environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING", VLLM_ENABLE_V1_MULTIPROCESSING="0"),
     advice=f"install vlmcompress[serve] (GPU) or [serve-cpu] there, or point {PYTHON_VARIABLE} to a Python that has it",
     videos=True,
+    shares=True,
     remark=slow,
 )

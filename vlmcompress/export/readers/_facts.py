@@ -63,10 +63,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Reducer:
-    """A checkpoint's reducer: its label, whether it is query-aware, whether vLLM serves it."""
+    """A checkpoint's reducer: its label, what requests may set (`ReducerChoice.set_by_requests`), whether vLLM serves it."""
 
     label: str
-    query_aware: bool
+    set_by_requests: tuple[str, ...]
     served: bool
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._loading import sent
+from vlmcompress.engines.vllm.plugin._served_reducer import QUERY
 from vlmcompress.models import spec_for
 from vlmcompress.reduction.hooks.units import special_ids
 
-ARGUMENT = "query"
 FIELD = "query_ids"
 
 
@@ -32,12 +32,12 @@ class AskingProcessor:
         """Process a request as vLLM does. ValueError for a question to a method that is not query-aware."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         if not self.info.reducer.chosen.query_aware:
-            if ARGUMENT in kwargs:
-                raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
+            if QUERY in kwargs:
+                raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{QUERY}'")
         elif inputs.mm_data_items and not self.info.reducer.views:  # those only need the choice (`_views`)
             # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, so that an image has
             # a separate key for each question.
-            kwargs[ARGUMENT] = self._words(kwargs.get(ARGUMENT, inputs.prompt))
+            kwargs[QUERY] = self._words(kwargs.get(QUERY, inputs.prompt))
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
@@ -46,7 +46,7 @@ class AskingProcessor:
         if isinstance(text, str):
             text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
         if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
-            raise ValueError(f"'{ARGUMENT}' must be a text, got {text!r}")
+            raise ValueError(f"'{QUERY}' must be a text, got {text!r}")
         return [token for token in text if token not in self._special_ids]
 
     @functools.cached_property
@@ -59,13 +59,10 @@ class AskingProcessor:
         config = self.info.get_hf_config()
         return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main passes its arguments to
-    # transformers' processor, which refuses unknown names.
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
-        kwargs = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
-        data = super()._apply_hf_processor_main(mm_items, kwargs)  # type: ignore[misc]
-        if ARGUMENT in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
-            data[FIELD] = torch.tensor(hf_kwargs[ARGUMENT], dtype=torch.int64).expand(images, -1)
+        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
+        if QUERY in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
+            data[FIELD] = torch.tensor(hf_kwargs[QUERY], dtype=torch.int64).expand(images, -1)
         return data
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
