@@ -289,6 +289,17 @@ def test_the_example_of_plan_is_its_output(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == session, "run it and put what it prints into docs/planning.md"
 
 
+def test_requests_that_fit_a_card_are_what_plan_computes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PATCHES))
+    monkeypatch.chdir(tmp_path)
+    for card, *requests in cells("cards"):
+        assert cli.main(["plan", ".", "--target", card.split("`")[1]]) == 0
+        pattern = r"^  (bf16|int8|gptq-plus) .* GB +([\d,]+)(?: |$)"
+        fits = dict(re.findall(pattern, capsys.readouterr().out, re.MULTILINE))
+        assert requests == [fits["bf16"], fits["int8"], fits["gptq-plus"]], card
+
+
 def test_the_reference_of_recipes_is_printed():
     assert TEXTS["docs/recipes.md"] == printed("scripts/recipe_reference.py"), "run scripts/recipe_reference.py"
 

@@ -35,7 +35,7 @@ RESULTS = ROOT / "eval" / "token_budget.json"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 TOKENS = (2048, 4096, 8192, 16384)
 WAYS = ("drawn", "whole samples")
-FIRST, KL_TOKENS = 6, (0, 4096)  # blocks that are quantized where divergences are measured
+FIRST, KL_TOKENS = 6, (0, 4096, 8192)  # blocks that are quantized where divergences are measured
 
 
 def measure(args: Namespace) -> dict[str, Any]:

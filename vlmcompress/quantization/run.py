@@ -202,7 +202,11 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
         if "block_scales" in method.needs.searches:
             from vlmcompress.quantization.calibration.block_search import search_blocks
 
-            scales = search_blocks(vlm, blocks, samples, method, sensitivities)
+            experts = run.recipe.calibrate.all_experts
+            searched = search_blocks(
+                vlm, blocks, samples, method, sensitivities, all_experts=experts, progress=progress
+            )
+            scales = {key: candidates.best for key, candidates in searched.items()}
         if "ranges" in method.needs.searches:
             from vlmcompress.quantization.calibration import block_clip
 

@@ -28,7 +28,7 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
 
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
-RUNTIME_BYTES = 900_000_000  # Python, torch, transformers and llm-compressor before a model is loaded
+RUNTIME_BYTES = 900_000_000  # Python, torch and transformers before a model is loaded
 SAMPLE_TOKENS = 1024  # assumed tokens of a sample when the recipe does not limit them
 TOKENS_PER_INPUT, LEAST_TOKENS = 32, 65_536
 """Tokens that layers are fitted to by default: so many for each input of the widest layer, and at least so many.
