@@ -221,6 +221,8 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "pages"),
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
+        ("calibration_cost", "calibration_cost"),
+        ("token_budget", "token_budget"),
         ("earlier", "mlx"),
         ("earlier", "reducers"),
         ("earlier", "joint"),
@@ -228,7 +230,6 @@ def test_readme_has_every_machine_with_its_scheme():
         ("earlier", "statistics"),
         ("earlier", "images"),
         ("earlier", "full_size"),
-        ("earlier", "full_width"),
         ("earlier", "peers"),
         ("earlier", "growth"),
         ("earlier", "engine_costs"),
@@ -286,6 +287,17 @@ def test_the_example_of_plan_is_its_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words[1:]) == 0
     assert capsys.readouterr().out.splitlines() == session, "run it and put what it prints into docs/planning.md"
+
+
+def test_requests_that_fit_a_card_are_what_plan_computes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PATCHES))
+    monkeypatch.chdir(tmp_path)
+    for card, *requests in cells("cards"):
+        assert cli.main(["plan", ".", "--target", card.split("`")[1]]) == 0
+        pattern = r"^  (bf16|int8|gptq-plus) .* GB +([\d,]+)(?: |$)"
+        fits = dict(re.findall(pattern, capsys.readouterr().out, re.MULTILINE))
+        assert requests == [fits["bf16"], fits["int8"], fits["gptq-plus"]], card
 
 
 def test_the_reference_of_recipes_is_printed():
