@@ -596,7 +596,7 @@ def unable(check: Check, step: Step, part: Part, has_gpu: bool) -> str | None:
         return "no NVIDIA GPU: nvidia-smi names none"
     interpreter = python(check.interpreter)
     if absent := missing(interpreter, part.needs, check.environment):
-        extra_of = {"llmcompressor": "compress", "vllm": "serve", "aiohttp": "eval", "lm_eval": "eval", "pytest": "dev"}
+        extra_of = {"llmcompressor": "dev", "vllm": "serve", "aiohttp": "eval", "lm_eval": "eval", "pytest": "dev"}
         extras = sorted({extra_of[name] for name in absent if name in extra_of})
         install = f"'.[{','.join(extras)}]'" if extras else "."
         return f"{interpreter} lacks {', '.join(absent)}; scripts/setup, or pip install {install}"

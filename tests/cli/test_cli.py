@@ -368,7 +368,7 @@ def raising(error: BaseException):
             2,
             "error: out of memory; use fewer",
         ),
-        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[block-search]' in the checkout"),
+        (ModuleNotFoundError("no", name="lm_eval.tasks"), 2, "pip install '.[eval]' in the checkout"),
     ],
 )
 def test_exit_codes(capfd, monkeypatch, error, code, message):

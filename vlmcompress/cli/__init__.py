@@ -40,7 +40,6 @@ from vlmcompress.utils.registry import VERBS
 
 # Missing package -> the extra that installs it.
 _EXTRAS = {
-    "llmcompressor": "block-search",
     "datasets": "compress",
     "pyarrow": "compress",
     "peft": "compress",

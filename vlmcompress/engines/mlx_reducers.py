@@ -18,7 +18,8 @@ import numpy as np
 
 MROPE = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # ...ForConditionalGeneration
 CLASSES = (*MROPE, "Idefics3", "InternVL", "Llava", "SmolVLM")
-OPTIONS = ("method", "keep", "temperature", "window")  # "temperature", which has one value: of earlier checkpoints
+# "temperature", which has one value: of earlier checkpoints; "keep_max": for requests to vLLM
+OPTIONS = ("method", "keep", "keep_max", "temperature", "window")
 TEMPERATURE = 0.2
 
 

@@ -135,7 +135,7 @@ class ReducerChoice:
 
     def requested(self, keep: Any) -> float:
         """Check the share, or number of tokens, that a request sets for its images. ValueError if it may not set it."""
-        from vlmcompress.reduction.methods._base import LEAST_SHARE, MOST
+        from vlmcompress.reduction.methods import LEAST_SHARE, MOST
 
         most = self.reducer.keep_max
         if most is None:

@@ -42,6 +42,21 @@ def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     return list({setting.tokens: setting for setting in spec.images.sizes(processor)}.values())
 
 
+def ceiling_note(spec: ModelSpec, processor: Any) -> str | None:
+    """One line if the processor lets an image have more than twice the tokens that the model's card recommends, else None.
+
+    Above it Qwen2.5-VL was slower and its boxes were worse (mlx-vlm issue 1175).
+    """
+    recommended = spec.images.recommended
+    if recommended is None or (most := image_settings(spec, processor)[-1].tokens) <= 2 * recommended:
+        return None
+    return (
+        f"an image may have up to {most:,} tokens, and the cards of {spec.family} recommend {recommended:,}: larger ones are "
+        f"slower, and boxes in them may be worse; quantize --reduce resize:tokens={recommended} (in a recipe resize: {{tokens: "
+        f"{recommended}}}) lowers the limit"
+    )
+
+
 def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:
     """The setting for a `Resize` with `tokens`. Raises UserError if the processor has none with so few tokens."""
     every = image_settings(spec, processor)
