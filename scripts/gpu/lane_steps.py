@@ -119,7 +119,8 @@ def prepare(data: Path, few: bool = False) -> None:
     for name in schemes:
         if not (checkpoints / name).exists():
             keys = {"calibrate": calibration, **FORMATS[name]}
-            vlmcompress.quantize(vlmcompress.Recipe.of(str(checkpoints / "llava"), str(checkpoints / name), **keys))
+            recipe = vlmcompress.Recipe.of(str(checkpoints / "llava"), str(checkpoints / name), **keys)
+            vlmcompress.quantize(recipe, restart=True)
     for name, form in (("awq-format", "awq"), ("gptq-format", "gptq")):
         if SAME[name] in schemes and not (checkpoints / name).exists():
             convert(checkpoints / SAME[name], checkpoints / name, form)
