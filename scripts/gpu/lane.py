@@ -1,20 +1,21 @@
 """The lane: vLLM's wheel for GPUs, unpacked on a machine that has torch and a GPU and no package index.
 
-scripts/gpu_vllm --pack out/lane     here (network, no GPU): wheels, pruned libraries, questions, checkpoints, and answers of
-                                     a CPU, in parts of at most 60 MB: out/lane/1, out/lane/2, ...
-python3 out/lane/1/go                there, once with each part; the last call unpacks, and runs the steps
-python3 out/lane/1/go --only served  further arguments are those of the steps
-scripts/gpu_vllm --rehearse WORK     here: the same steps in vLLM's CPU build, with few questions; proves the steps
+scripts/gpu_vllm --pack out/lane      here (network, no GPU): wheels, pruned libraries, questions, checkpoints, and answers of
+                                      a CPU, in parts that travel next to a checkout: out/lane/1, out/lane/2, ...
+scripts/gpu_vllm --run out/lane/1     there, in the same checkout, once with each part; the last call runs the steps
+scripts/gpu_vllm --rehearse WORK      here: the same steps in vLLM's CPU build, with few questions; proves the steps
 
 The kernels of vLLM 0.33 touch torch through its stable C interface alone, so torch 2.11 suffices. After each part of a step
 there are $OUT/gpu_vllm.json, of `gpu_check`'s schema, and logs.tar.gz. A later call on the same machine goes on where that one
-stopped, and on another machine where gpu_vllm.json lies next to `go`. Exit code: 1 if a part failed, 2 for bad input, else 0.
+stopped, and on another machine where gpu_vllm.json lies in the folder of the part. Exit code: 1 if a part failed, 2 for bad
+input, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,12 +24,14 @@ import struct
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_lane import VERSION
@@ -56,7 +59,8 @@ LEFT_OUT = re.compile(
 )
 # FlashAttention 3 has a translation unit for each head size and type: kept are those of the models here
 LEFT_OUT_CODE = re.compile(rb"flash_fwd_hdim(64_\d|192|256)\w*|flash_fwd_\w*(_fp16_|softcap)\w*")
-TREE = ("scripts", "vlmcompress", "recipes", "eval/demo/demo-llava", "eval/demo/demo-qwen", "pyproject.toml")
+TRAVELS = 2**26 - 2**20  # bytes that travel in a call, less what their archive takes
+DEMOS = ("llava", "qwen")  # eval/demo/demo-NAME
 
 
 # --- Here: the pack ---
@@ -129,36 +133,41 @@ def lay_out(wheels: Iterable[Path], site: Path) -> None:
 
 
 def written(tree: Path, folder: Path, most: int) -> list[Path]:
-    """Pack a tree into folders of a part each, `folder/1` and so on: what `go` there needs. Returns the parts."""
+    """Pack a tree into folders of a part each, `folder/1` and so on. Returns the parts."""
     packed = folder / "packed.tar.xz"
-    with tarfile.open(packed, "w:xz", preset=6) as archive:
+    with tarfile.open(packed, "w:xz", preset=9) as archive:  # whose window of 64 MB sees what checkpoints share
         for child in sorted(tree.iterdir()):
             archive.add(child, child.name)
     size = packed.stat().st_size
     count, made = -(-size // most), time.strftime("%Y%m%d-%H%M%S")
+    for stale in folder.glob("[0-9]*"):
+        shutil.rmtree(stale)
     parts = []
     with packed.open("rb") as whole:
         for number in range(1, count + 1):
             part = folder / str(number)
-            shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            content = whole.read(min(most, -(-size // count)))
+            content = whole.read(-(-size // count))
             (part / "part").write_bytes(content)
             about = {"number": number, "of": count, "made": made, "sha256": hashlib.sha256(content).hexdigest()}
             (part / "part.json").write_text(json.dumps(about))
-            shutil.copy(ROOT / "scripts/gpu/lane_go.py", part / "go")
             parts.append(part / "part")
-    for stale in folder.glob("[0-9]*"):
-        if stale.name.isdigit() and int(stale.name) > count:
-            shutil.rmtree(stale)
     packed.unlink()
     return parts
 
 
-def pack(folder: Path, few: bool, most: int) -> list[Path]:
+def pack(folder: Path, few: bool) -> list[Path]:
     """Make the parts. Wheels, checkpoints and answers are kept in the folder for a later call. Raises `BadInput`."""
     from gpu.lane_steps import prepare
 
+    listing = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    checkout = [ROOT / name for name in filter(None, listing.stdout.split("\0"))]
+    most = TRAVELS - sum(file.stat().st_size for file in checkout if file.exists())
+    if most < 2**20:
+        raise BadInput(f"the checkout takes all of the 64 MiB that travel; remove files, {-most} bytes too many")
     wheels, tree = folder / "wheels", folder / "tree"
     packages = [f"vllm=={VERSION}", *pins(BROUGHT)]
     if not (wheels / "list").exists() or (wheels / "list").read_text().split() != packages:
@@ -168,16 +177,63 @@ def pack(folder: Path, few: bool, most: int) -> list[Path]:
     prepare(folder / "data", few)
     shutil.rmtree(tree, ignore_errors=True)
     lay_out(sorted(wheels.glob("*.whl")), tree / "site")
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", *TREE], capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        (tree / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tree / "repository" / name)
-    shutil.copytree(folder / "data", tree / "data")
+    shutil.copytree(folder / "data", tree / "data", ignore=shutil.ignore_patterns(".*"))
     parts = written(tree, folder, most)
     shutil.rmtree(tree)
     return parts
+
+
+# --- There: the parts ---
+
+
+class Joined(io.RawIOBase):
+    """Parts, read as the one file that they were."""
+
+    def __init__(self, parts: Iterable[Path]) -> None:
+        self.files = [open(part, "rb") for part in parts]  # noqa: SIM115 - closed at their ends
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read on into a buffer; returns the bytes that were read."""
+        while self.files:
+            if count := self.files[0].readinto(buffer):
+                return count
+            self.files.pop(0).close()
+        return 0
+
+
+def unpacked(part: Path) -> Path | None:
+    """Keep a part outside the checkout. Returns the folder with what is in all of them; None while one is missing.
+
+    Raises:
+        BadInput: the part is damaged, or this is a Python that the wheels are not for.
+    """
+    if "{}.{}".format(*sys.version_info) != PYTHON:
+        raise BadInput(f"the wheels are for Python {PYTHON}, and this is {sys.version.split()[0]}")
+    about, content = json.loads((part / "part.json").read_text()), (part / "part").read_bytes()
+    if hashlib.sha256(content).hexdigest() != about["sha256"]:
+        raise BadInput(f"{part / 'part'} is damaged; pack again")
+    kept = Path(os.environ.get("GPU_VLLM_WORK") or Path(tempfile.gettempdir(), "gpu-vllm"))
+    made = kept / about["made"]  # of one packing: parts of another do not mix
+    made.mkdir(parents=True, exist_ok=True)
+    partial = made / ".partial"
+    partial.write_bytes(content)
+    partial.rename(made / f"part-{about['number']}")
+    if (part / "gpu_vllm.json").exists() and not (made / "gpu_vllm.json").exists():  # results of a machine that is gone
+        shutil.copy(part / "gpu_vllm.json", made)
+    parts = [made / f"part-{number}" for number in range(1, about["of"] + 1)]
+    if absent := [part.name for part in parts if not part.exists()]:
+        print(f"part {about['number']} of {about['of']} is here; still to come: {', '.join(absent)}")
+        return None
+    if not (made / "tree").exists():
+        shutil.rmtree(made / ".tree", ignore_errors=True)
+        with tarfile.open(fileobj=io.BufferedReader(Joined(parts), 1 << 20), mode="r|xz") as archive:
+            archive.extractall(made / ".tree", filter="tar")
+        (made / ".tree").rename(made / "tree")
+    return made
 
 
 # --- There: the steps, in the order of what they are worth ---
@@ -204,14 +260,25 @@ STEPS = (
 )  # fmt: skip
 
 
-def go_on(data: Path, work: Path, only: Sequence[str], limit: float, again: bool = False, tiny: bool = False) -> int:
+def go_on(
+    data: Path,
+    work: Path,
+    only: Sequence[str],
+    limit: float,
+    again: bool = False,
+    tiny: bool = False,
+    site: Path | None = None,
+) -> int:
     """Run the steps that are left, until the minutes are over; results and logs are in `$OUT` after each part.
 
     Args:
         only: names of steps and parts; none: all.
         again: run those of `only` although they are done.
+        site: folder with the packages; None: those that are installed.
     """
     os.environ["GPU_VLLM_DATA"] = str(data)
+    for demo in DEMOS:
+        shutil.copytree(ROOT / f"eval/demo/demo-{demo}", data / "checkpoints" / demo, dirs_exist_ok=True)
     began, results = time.monotonic(), work / "gpu_vllm.json"
     work.mkdir(parents=True, exist_ok=True)
     out = Path(os.environ.get("OUT") or work / "out")
@@ -224,7 +291,7 @@ def go_on(data: Path, work: Path, only: Sequence[str], limit: float, again: bool
             if only and not {step.name, f"{step.name}/{part.name}"} & set(only):
                 continue
             rest = limit - (time.monotonic() - began) / 60
-            check = Check(results, work, tiny, sys.executable, max(rest, 0.01), only if again else ())
+            check = Check(results, work, tiny, sys.executable, max(rest, 0.01), only if again else (), site)
             left += run(check, [replace(step, parts=[part])])
             if results.exists():
                 shutil.copy(results, out / results.name)
@@ -246,10 +313,8 @@ def main() -> int:
         "--pack", type=Path, metavar="FOLDER", help="make the parts; keeps what it has fetched and made there"
     )
     kinds.add_argument("--rehearse", type=Path, metavar="WORK", help="run the steps in the vLLM that is installed here")
-    kinds.add_argument("--run", type=Path, metavar="DATA", help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    kinds.add_argument("--run", type=Path, metavar="PART", help="take a part; run the steps when all are here")
     parser.add_argument("--few", action="store_true", help="with --pack: one checkpoint and a few questions, to try it")
-    parser.add_argument("--megabytes", type=float, default=60, help="most of a part; default: 60")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=[], help="steps, or parts as STEP/PART")
     parser.add_argument("--again", action="store_true", help="run those of --only although they are done")
     parser.add_argument(
@@ -258,7 +323,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.pack:
-            parts = pack(args.pack.resolve(), args.few, int(args.megabytes * 1e6))
+            parts = pack(args.pack.resolve(), args.few)
             print("\n".join(f"{part.parent}: {part.stat().st_size / 1e6:.1f} MB" for part in parts))
             return 0
         if args.rehearse:
@@ -267,7 +332,10 @@ def main() -> int:
             data = args.rehearse.resolve() / "data"
             prepare(data, few=True)
             return go_on(data, args.rehearse.resolve() / "work", args.only, 600, args.again, tiny=True)
-        return go_on(args.run, args.work, args.only, args.limit, args.again)
+        made = unpacked(args.run)
+        return (
+            go_on(made / "tree/data", made, args.only, args.limit, args.again, site=made / "tree/site") if made else 0
+        )
     except (BadInput, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

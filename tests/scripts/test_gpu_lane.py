@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -56,31 +55,29 @@ def test_a_library_of_other_gpus_alone_is_refused() -> None:
         lane.pruned(binary(code(2, 100, b"x" * 50)))
 
 
-def test_parts_are_small_enough_and_make_the_tree_again(tmp_path: Path) -> None:
-    """In any order; a damaged one is refused; the call with the last one runs the steps, with its arguments."""
-    tree, work = tmp_path / "tree", tmp_path / "work"
-    (tree / "repository" / "scripts" / "gpu").mkdir(parents=True)
-    (tree / "data").mkdir()
+def test_parts_are_small_enough_and_make_the_tree_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order; a damaged one is refused, and so is a Python that the wheels are not for."""
+    tree = tmp_path / "tree"
+    (tree / "data").mkdir(parents=True)
     (tree / "data" / "random").write_bytes(os.urandom(50_000))
-    (tree / "repository" / "scripts" / "gpu" / "lane.py").write_text("import sys; print(sys.argv[1:])")
     parts = lane.written(tree, tmp_path, 20_000)
     assert [part.stat().st_size <= 20_000 for part in parts] == [True] * 3
-
-    def go(number: int) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-S", str(tmp_path / str(number) / "go"), "--only", "served"]
-        environment = {**os.environ, "GPU_VLLM_WORK": str(work)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-    assert "still to come: part-1, part-2" in go(3).stdout
+    monkeypatch.setenv("GPU_VLLM_WORK", str(tmp_path / "work"))
+    monkeypatch.setattr(lane, "PYTHON", "2.7")
+    with pytest.raises(check.BadInput, match="for Python 2.7"):
+        lane.unpacked(parts[2].parent)
+    monkeypatch.setattr(lane, "PYTHON", "{}.{}".format(*sys.version_info))
+    assert lane.unpacked(parts[2].parent) is None
     whole = parts[0].read_bytes()
     parts[0].write_bytes(whole[:-1] + b"?")
-    assert "is damaged" in go(1).stderr
+    with pytest.raises(check.BadInput, match="is damaged"):
+        lane.unpacked(parts[0].parent)
     parts[0].write_bytes(whole)
-    assert "still to come: part-2" in go(1).stdout
-    assert go(2).stdout.rstrip().endswith("'--only', 'served']")
-    (made,) = work.iterdir()
-    assert (made / "tree/data/random").read_bytes() == (tree / "data" / "random").read_bytes()
-    assert go(2).stdout.rstrip().endswith("'--only', 'served']")
+    assert lane.unpacked(parts[0].parent) is None
+    for _ in range(2):  # a further call with a part finds all there
+        made = lane.unpacked(parts[1].parent)
+        assert made is not None
+        assert (made / "tree/data/random").read_bytes() == (tree / "data" / "random").read_bytes()
 
 
 def test_a_second_call_does_what_the_first_had_no_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
