@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_lane import VERSION
 
-from gpu.check import ROOT, STATUSES, BadInput, Check, Part, Step, download, names, pins, read, run
+from gpu.check import ROOT, STATUSES, BadInput, Check, Part, Step, download, gpu, names, pins, read, run
 
 PYTHON = "3.12"
 CAPABILITY = 90  # of the GPU's code that is kept: Hopper
@@ -290,6 +290,8 @@ def go_on(
         for part in step.parts:
             if only and not {step.name, f"{step.name}/{part.name}"} & set(only):
                 continue
+            if step.gpu and not tiny and not gpu():
+                raise BadInput("nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one")
             rest = limit - (time.monotonic() - began) / 60
             check = Check(results, work, tiny, sys.executable, max(rest, 0.01), only if again else (), site)
             left += run(check, [replace(step, parts=[part])])
