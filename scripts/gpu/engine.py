@@ -201,7 +201,7 @@ def recorded_reductions() -> list[Any]:
         reductions.extend(decided)
         return decided
 
-    ServedReducer.reduce_all = reduce_all  # type: ignore[method-assign]
+    ServedReducer.reduce_all = reduce_all  # type: ignore[method-assign, assignment]
     return reductions
 
 

@@ -160,11 +160,11 @@ def pack(folder: Path, few: bool, most: int) -> list[Path]:
     from gpu.lane_steps import prepare
 
     wheels, tree = folder / "wheels", folder / "tree"
-    wanted = [f"vllm=={VERSION}", *pins(BROUGHT)]
-    if not (wheels / "list").exists() or (wheels / "list").read_text().split() != wanted:
+    packages = [f"vllm=={VERSION}", *pins(BROUGHT)]
+    if not (wheels / "list").exists() or (wheels / "list").read_text().split() != packages:
         shutil.rmtree(wheels, ignore_errors=True)
-        download(wheels, PYTHON, wanted)
-        (wheels / "list").write_text("\n".join(wanted))
+        download(wheels, PYTHON, packages)
+        (wheels / "list").write_text("\n".join(packages))
     prepare(folder / "data", few)
     shutil.rmtree(tree, ignore_errors=True)
     lay_out(sorted(wheels.glob("*.whl")), tree / "site")

@@ -33,6 +33,9 @@ AT_ONCE = 9  # engines of the demos on one GPU; each takes some 40 s to start, a
 PATIENCE = 90.0  # seconds after which one is ended, so that it does not hold up the others of its part
 APART = 0.1  # nats: the most that first tokens' distributions may differ from the CPU's on average (KL divergence)
 ALIKE = 0.9  # the least share of answers that are the CPU's
+KEPT_ALIKE = (
+    0.85  # of tokens: of 41 that coverage keeps, bfloat16 and float32 share 36 to 39 in transformers (4 images)
+)
 IMPORTS = re.findall(
     r"\S+",
     """
@@ -116,7 +119,8 @@ def prepare(data: Path, few: bool = False) -> None:
     for name in schemes:
         if not (checkpoints / name).exists():
             keys = {"calibrate": calibration, **FORMATS[name]}
-            vlmcompress.quantize(vlmcompress.Recipe.of(str(checkpoints / "llava"), str(checkpoints / name), **keys))
+            recipe = vlmcompress.Recipe.of(str(checkpoints / "llava"), str(checkpoints / name), **keys)
+            vlmcompress.quantize(recipe, restart=True)
     for name, form in (("awq-format", "awq"), ("gptq-format", "gptq")):
         if SAME[name] in schemes and not (checkpoints / name).exists():
             convert(checkpoints / SAME[name], checkpoints / name, form)
@@ -339,14 +343,16 @@ def reduced(place: Place) -> dict[str, Any]:
     stored = json.loads((Path(os.environ[DATA]) / "cpu.json").read_text())
     every = [f"{demo} {spec}" for demo, specs in REDUCERS.items() for spec in specs]
     for some in _groups([name for name in every if name in stored][: 2 if place.tiny else None], place):
-        for name, finish in {name: _started(place, *name.split(" ")) for name in some}.items():
+        for name, finish in {
+            name: _started(place, name.partition(" ")[0], name.partition(" ")[2]) for name in some
+        }.items():
             outcome, cpu = finish(), _reference(name)
             rows[name] = row = compared(outcome, cpu)
             if "error" in outcome:
                 continue
             pairs = list(zip(outcome["kept"], cpu["kept"], strict=True))
             row["kept_alike"] = mean(len({*ours} & {*theirs}) / max(len(ours), len(theirs)) for ours, theirs in pairs)
-            if row["kept_alike"] < 0.95:
+            if row["kept_alike"] < KEPT_ALIKE:
                 row["wrong"] = f"{row['kept_alike']:.0%} of the kept tokens are the CPU's; {row.get('wrong', '')}"
     return _judged(rows)
 
