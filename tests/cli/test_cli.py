@@ -369,6 +369,7 @@ def raising(error: BaseException):
             "error: out of memory; use fewer",
         ),
         (ModuleNotFoundError("no", name="lm_eval.tasks"), 2, "pip install '.[eval]' in the checkout"),
+        (ModuleNotFoundError("no", name="compressed_tensors"), 2, "pip install '.[compress]' in the checkout"),
     ],
 )
 def test_exit_codes(capfd, monkeypatch, error, code, message):
@@ -376,6 +377,14 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert cli.main(["list"]) == code
     output = capfd.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+def test_an_unusable_gpu_is_told():
+    """torch warns of an old driver in these words; other warnings are silenced."""
+    code = "import warnings; from vlmcompress.cli import _process; _process.quiet_libraries(); "
+    code += "[warnings.warn(text) for text in ('CUDA initialization: The driver is too old', 'deprecated')]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "note: CUDA initialization: The driver is too old\n"
 
 
 METADATA = "Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"

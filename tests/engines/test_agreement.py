@@ -215,8 +215,10 @@ def test_reduced_answers_count_the_tokens_that_are_left(questions, transformers,
     config = tmp_path / "reduced" / "config.json"
     carried = parse_reducer("uniform:0.5,keep_max=1")
     config.write_text(json.dumps(reducer_block.config_with_reducer(json.loads(config.read_text()), carried)))
-    requests = [*questions[0], *sharing]
-    run = get_engine("hf").answer(tmp_path / "reduced", requests, media=questions[1], settings=SETTINGS)
+    requests = [*questions[0], *sharing, replace(questions[0][0], id="no share", keep=[0.25])]
+    settings = replace(SETTINGS, refusals=1)
+    run = get_engine("hf").answer(tmp_path / "reduced", requests, media=questions[1], settings=settings)
+    assert "'keep' must be a share" in (run.answers["no share"].refused or "") and not run.engine["restarts"]
     assert (run.engine["reduce"], attached.engine["reduce"]) == (str(carried), "uniform:0.25")
     assert transformers.engine["reduce"] is None
     assert {request.id: run.answers[request.id] for request in sharing} == attached.answers

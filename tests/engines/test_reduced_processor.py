@@ -99,6 +99,12 @@ def test_a_request_sets_its_share(processed):
     assert (half["reserved"], processed["quarter"]["reserved"]) == (61, 20)
 
 
+def test_a_question_that_would_harm_the_engine_is_refused(processed):
+    """The model would look up ids beyond its table of words, and embed any number of them."""
+    assert processed["asks"]["ids"]["error"] == "'query' must be a text, got [1000000000]"
+    assert processed["asks"]["long query"]["error"].endswith("and the context 1024; send a shorter text")
+
+
 def test_a_question_for_a_method_that_reads_none_is_refused(processed):
     assert "does not look at the question" in processed["half"]["query"]["error"]
 

@@ -55,6 +55,8 @@ def prompts(folder: str) -> dict[str, dict[str, Any]]:
         "again": ask(processor, "what is red ?"),
         "other": ask(processor, "how many ?"),
         "query": ask(processor, "how many ?", query="what is red ?"),
+        "ids": ask(processor, "how many ?", query=[10**9]),
+        "long query": ask(processor, "how many ?", query="how many ? " * 1024),
         "names": ask(processor, "how many ?", names=["front"]),
         "more": ask(processor, "what is red ?", keep=0.75),
         "own share": ask(processor, "what is red ?", keep=0.5),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import compared, layered, parse_reducer, reducer_of_setting, same
-from vlmcompress.reduction.methods import share
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.settings import merge
@@ -240,10 +239,10 @@ def test_a_request_sets_a_share_within_bounds():
         parse_reducer("pool:window=2x2,keep_max=1")
 
 
-@given(st.integers(1, 300), st.floats(1e-6, 0.75) | st.integers(2, 400))
-def test_a_request_keeps_no_more_than_the_largest_share(tokens: int, keep: float):
-    """A number of tokens is met exactly, where the image has as many within the bounds."""
+@given(st.integers(1, 300), st.integers(1, 13), st.floats(1e-6, 0.75) | st.integers(2, 400))
+def test_a_request_keeps_no_more_than_the_largest_share(tokens: int, tiles: int, keep: float):
+    """A number of tokens is met exactly, where the image has as many within the bounds. Each tile keeps one at least."""
     choice = parse_reducer("coverage:0.5,keep_max=0.75")
-    count = choice.keeping(choice.requested(keep), tokens).reducer.budget((1, 1, tokens))
-    most = share((1, 1, tokens), 0.75)
-    assert 1 <= count <= most and (keep < 1 or count == min(keep, most))
+    count = choice.keeping(choice.requested(keep), tokens * tiles).reducer.budget((1, 1, tokens))
+    exact = min(tokens * keep if keep < 1 else keep / tiles, tokens * 0.75)
+    assert count >= 1 and abs(count - max(exact, 0.5)) <= 0.5 + 1e-9

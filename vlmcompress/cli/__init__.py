@@ -40,12 +40,16 @@ from vlmcompress.utils.registry import VERBS
 
 # Missing package -> the extra that installs it.
 _EXTRAS = {
+    "compressed_tensors": "compress",
     "datasets": "compress",
     "pyarrow": "compress",
     "peft": "compress",
+    "sklearn": "compress",
+    "torchvision": "compress",
     "lm_eval": "eval",
     "aiohttp": "eval",
     "openai": "eval",
+    "scipy": "eval",
     "vllm": "serve",
 }
 

@@ -124,6 +124,9 @@ def quiet_libraries() -> None:
     }.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
+    # Why torch can't use a GPU that is there, as with an old driver: what follows is computed on the CPU.
+    warnings.filterwarnings("default", "CUDA initialization")
+    warnings.formatwarning = lambda message, *_: f"note: {message}\n"
     logging.disable(logging.WARNING)
 
 

@@ -48,7 +48,8 @@ def answers(engine, requests, job: dict):
     with videos alone."""
     groups: dict[tuple, list[dict]] = {}
     for request in requests:
-        kind = count(request, "image_url"), count(request, "video_url"), request["keep"]
+        # `keep` is what the data have there, of any type; `set_keep` checks it.
+        kind = count(request, "image_url"), count(request, "video_url"), repr(request["keep"])
         groups.setdefault(kind, []).append(request)
     for (_, videos, _), group in groups.items():
         size = 1 if videos else job["settings"]["max_num_seqs"] or IN_FLIGHT

@@ -89,7 +89,8 @@ METHODS = {"coverage": coverage, "divprune": divprune, "pool": pool, "uniform": 
 
 
 def _count(grid: tuple, options: dict) -> int:
-    return math.floor(options.get("keep", 0.5) * math.prod(grid) + 0.5) or math.prod(grid)
+    count = math.floor(options.get("keep", 0.5) * math.prod(grid) + 0.5)
+    return count or (1 if options.get("keep_max") else math.prod(grid))
 
 
 def _kept(index: list[int], n: int) -> np.ndarray:

@@ -153,6 +153,12 @@ class ReducerChoice:
         options: Any = self.reducer
         return ReducerChoice(self.method, dataclasses.replace(options, keep=share))
 
+    @property
+    def largest(self) -> ReducerChoice:
+        """This reducer with the largest share that a request may set, for which vLLM reserves memory."""
+        most = self.reducer.keep_max
+        return self if most is None else self.keeping(most, 1)
+
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
         """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""
         count, first = self.reducer.budget(grid), self.reducer.layer or 0

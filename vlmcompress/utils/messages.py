@@ -61,6 +61,8 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
         name = type(error).__name__
         if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
+        if isinstance(error, ModuleNotFoundError):
+            remedy = f"; install {error.name}"
         raise kind(f"{what} ({error_text(error)}){remedy}") from error
 
 

@@ -69,13 +69,14 @@ class Attachment:
         _ATTACHED.discard(self.vlm.model)
 
     def set_keep(self, keep: Any) -> None:
-        """Set the share, or number, of their tokens that images keep from now on; None: the reducer's own share.
+        """Set the share, or the number, of its tokens that each image keeps from now on; None: the reducer's own share.
 
         Raises ValueError for what the reducer's `keep_max` does not allow, and for a number where images are cut into tiles.
         """
-        self._keep = None if keep is None else self.chosen.requested(keep)
-        if self._keep is not None and self._keep > 1 and self.vlm.spec.images.grid == "tiles":
+        checked = None if keep is None else self.chosen.requested(keep)
+        if checked is not None and checked > 1 and self.vlm.spec.images.grid == "tiles":
             raise ValueError(f"{self.vlm.spec.family} cuts images into tiles; set 'keep' to a share here")
+        self._keep = checked
 
     def images(self) -> list[Reduction]:
         """The reduction of each image of the latest call, on the CPU; newlines are among its tokens, and kept.

@@ -321,8 +321,13 @@ class Reducer:
         return None
 
     def budget(self, grid: Grid) -> Any:
-        """Exactly how many tokens an image keeps, an int: the share `keep`. None where that depends on what it shows."""
-        return None if self.keep is None else min(share(grid, self.keep), share(grid, self.keep_max or 1))
+        """Exactly how many tokens an image keeps, an int: the share `keep`. None where that depends on what it shows.
+
+        Where that share is less than one token all stay, but one where requests set it, which may divide a number among tiles.
+        """
+        if self.keep is None:
+            return None
+        return share(grid, self.keep) if self.keep_max is None else max(rounded(grid, self.keep), 1)
 
     @property
     def layer(self) -> int | None:

@@ -20,7 +20,7 @@ from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._positions import longest_prompt
-from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, QUERY, ServedReducer
 
 
 @dataclasses.dataclass
@@ -57,10 +57,12 @@ class ReducedProcessor(ResumableProcessor):
     # vllm/multimodal/parse.py::EmbeddingItems bypass the processor, which could not shorten their placeholders.
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images, and
-        for a `keep` that a request may not set."""
+        for a `keep` or `query` that a request may not set."""
         if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
             raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
         kwargs, chosen = dict(inputs.hf_processor_mm_kwargs), self.info.reducer.chosen
+        if QUERY in kwargs and not chosen.query_aware:
+            raise ValueError(f"{chosen} does not look at the question; leave out '{QUERY}'")
         if KEEP in kwargs or chosen.reducer.keep_max is not None:
             # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, and all of vLLM's
             # caches go by those hashes: an image has one entry for each share, the checkpoint's own among them.

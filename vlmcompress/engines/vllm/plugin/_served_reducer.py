@@ -83,7 +83,7 @@ class ServedReducer:
         return chooses_images(self.chosen.reducer)
 
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the maximum if that depends on the image or the request.
+        """Number of tokens that an image keeps, or the maximum if that depends on the image.
 
         For methods within the encoder each frame of a video is an image.
         """
@@ -96,16 +96,15 @@ class ServedReducer:
 
     @functools.cached_property
     def largest(self) -> ServedReducer:
-        """The reducer with the largest share that a request may set, for which memory is reserved."""
-        most = self.chosen.reducer.keep_max
-        return self if most is None else self.keeping(most, 1)
+        """The reducer with the largest share that a request may set (see `ReducerChoice.largest`)."""
+        return dataclasses.replace(self, chosen=self.chosen.largest)
 
     def keeping(self, keep: float, tokens: int) -> ServedReducer:
         """The reducer with what a request set for an image of `tokens` tokens (see `ReducerChoice.keeping`)."""
         return dataclasses.replace(self, chosen=self.chosen.keeping(keep, tokens))
 
     def of_item(self, item: Mapping[str, Any], modality: str, tokens: int) -> ServedReducer:
-        """The reducer with what the request of a processed image or video of `tokens` tokens set."""
+        """The reducer of a processed image or video of `tokens` tokens, with what its request set."""
         field = f"{modality}_{KEEP}"
         return self.keeping(float(item[field].data), tokens) if field in item else self
 

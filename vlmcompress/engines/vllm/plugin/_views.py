@@ -12,6 +12,7 @@ A request may specify names and question itself, with `mm_processor_kwargs: {"na
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,12 +77,14 @@ class ViewsProcessor:
         words = ~torch.isin(ids, torch.tensor(sorted(processor._special_ids)))
         named = views.find_question(self._tokenizer, ids, words, [(column, 1) for column in where])
         if question is not None:
-            named = dataclasses.replace(named, question=processor._words(question))
+            named = dataclasses.replace(named, question=processor._words_of(QUERY, question))
         if names is None:
             return named
-        if not isinstance(names, list) or len(names) != images or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
-        return dataclasses.replace(named, names=[processor._words(name) for name in names])
+        if not isinstance(names, list) or len(names) != images:
+            raise ValueError(
+                f"'{NAMES}' must be a list of {images} texts, one for each image, got {reprlib.repr(names)}"
+            )
+        return dataclasses.replace(named, names=[processor._words_of(NAMES, name) for name in names])
 
     # Without the choice in the arguments: it is a list for all images, and would make their keys specific to this request.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
