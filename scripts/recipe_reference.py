@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from vlmcompress.quantization import schemes
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
+from vlmcompress.reduction.methods._base import ShareReducer
 from vlmcompress.reduction.methods._selecting import SelectingReducer
 
 INTRO = """\
@@ -52,8 +53,10 @@ explained in [quantization](quantization.md), reducers in [visual tokens](visual
 `scripts/recipe_reference.py` prints this page from the classes that check a recipe.
 """
 
-SELECTING = """\
-`keep` is the share of the tokens that stay. Methods that select tokens ({names}) also take `merge`, `none` (the default:
+SHARED = """\
+`keep` is the share of the tokens that stay. `keep_max` is the largest that [a request may
+set](serving.md#tokens-on-demand); by default none may. {sharing} take it. Methods that select tokens ({selecting}) also take
+`merge`, `none` (the default:
 the others are dropped) or `nearest` (each is averaged into the selected token of highest cosine to it, where that is at
 least 0.6).
 """
@@ -67,9 +70,13 @@ def page() -> str:
     for name, part in nested.items():
         sections += [f"## `{name}`\n", f"{_plain(_summary(part))}\n", _table(part)]
     sections += ["## `options`: of each scheme\n", _options(schemes.REGISTRY)]
-    names = (name for name in methods.REGISTRY.names() if isinstance(methods.REGISTRY.get(name), SelectingReducer))
+    reducers = {name: methods.REGISTRY.get(name) for name in methods.REGISTRY.names()}
+    selecting, sharing = (
+        ", ".join(f"`{name}`" for name, reducer in reducers.items() if isinstance(reducer, kind))
+        for kind in (SelectingReducer, ShareReducer)
+    )
     sections += ["## `reduce`: options of each reducer, next to `method`\n"]
-    sections += [SELECTING.format(names=", ".join(f"`{name}`" for name in names)), _options(methods.REGISTRY)]
+    sections += [SHARED.format(selecting=selecting, sharing=sharing), _options(methods.REGISTRY)]
     return "\n".join(sections).rstrip() + "\n"
 
 
@@ -124,7 +131,7 @@ def _fields(cls: type) -> Iterable[tuple[str, str, str]]:
             yield name, "required" if field.is_required() else _value(field.default), ", ".join(filter(None, limits))
     else:
         for bound in dataclasses.fields(cls):
-            shared = issubclass(cls, SelectingReducer) and bound.name == "merge"  # `SELECTING` has them
+            shared = bound.kw_only  # `SHARED` has them
             if bound.name != "network" and not shared:  # `network`: the content of a file that an option names
                 yield bound.name, _value(bound.default), ""
 

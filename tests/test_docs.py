@@ -95,6 +95,8 @@ def place(tmp_path_factory) -> Path:
         Image.new("RGB", (56, 56 + 28 * number)).save(folder / "photos" / f"{number}.png")
     row = {"image": "photos/0.png", "question": "What is it?", "answer": "Black."}
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    clip = {"video": ["photos/0.png"] * 4, "question": "What moves?", "answer": "It."}
+    (folder / "clips.jsonl").write_text("".join(json.dumps(clip) + "\n" for _ in range(4)))
     row = {"photo_bytes": (folder / row["image"]).read_bytes(), "q": row["question"], "a": row["answer"]}
     pq.write_table(pa.Table.from_pylist([row] * 4), folder / "set.parquet")
     return folder
@@ -219,6 +221,8 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "pages"),
         ("bench_accuracy", "clips"),
         ("compare_weights", "weights"),
+        ("calibration_cost", "calibration_cost"),
+        ("token_budget", "token_budget"),
         ("earlier", "mlx"),
         ("earlier", "reducers"),
         ("earlier", "joint"),
@@ -226,7 +230,6 @@ def test_readme_has_every_machine_with_its_scheme():
         ("earlier", "statistics"),
         ("earlier", "images"),
         ("earlier", "full_size"),
-        ("earlier", "full_width"),
         ("earlier", "peers"),
         ("earlier", "growth"),
         ("earlier", "engine_costs"),
@@ -284,6 +287,17 @@ def test_the_example_of_plan_is_its_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words[1:]) == 0
     assert capsys.readouterr().out.splitlines() == session, "run it and put what it prints into docs/planning.md"
+
+
+def test_requests_that_fit_a_card_are_what_plan_computes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PATCHES))
+    monkeypatch.chdir(tmp_path)
+    for card, *requests in cells("cards"):
+        assert cli.main(["plan", ".", "--target", card.split("`")[1]]) == 0
+        pattern = r"^  (bf16|int8|gptq-plus) .* GB +([\d,]+)(?: |$)"
+        fits = dict(re.findall(pattern, capsys.readouterr().out, re.MULTILINE))
+        assert requests == [fits["bf16"], fits["int8"], fits["gptq-plus"]], card
 
 
 def test_the_reference_of_recipes_is_printed():

@@ -359,11 +359,11 @@ WHEELS = (
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)  # pip takes wheels of these versions of manylinux only
 
 
-def pins() -> list[str]:
-    """The packages with the versions that `scripts/requirements` pins for a GPU."""
+def pins(names: Iterable[str] = WHEELS) -> list[str]:
+    """Packages with the versions that `scripts/requirements` pins for a GPU; one that it does not name without a version."""
     lines = (ROOT / "scripts/requirements/gpu.txt").read_text().split()
     pinned = dict(line.split("==") for line in lines if "==" in line)
-    return [f"{name}=={pinned[name]}" for name in WHEELS]
+    return [f"{name}=={pinned[name]}" if name in pinned else name for name in names]
 
 
 def fetch(folder: Path, machine: str) -> list[Path]:
@@ -375,21 +375,25 @@ def fetch(folder: Path, machine: str) -> list[Path]:
     Raises:
         BadInput: the words are none, the folder holds something else, or pip can't get a wheel.
     """
-    match = re.fullmatch(r"(3\.\d+)(?:-(\w+))?", machine)
-    if not match:
+    if not re.fullmatch(r"3\.\d+(-\w+)?", machine):
         raise BadInput(f"--for {machine} should be a version of Python, such as 3.12 or 3.12-aarch64")
     if folder.exists() and any(path.suffix != ".whl" for path in folder.iterdir()):
         raise BadInput(f"{folder} holds more than wheels; name another folder")
     shutil.rmtree(folder, ignore_errors=True)  # two versions of one package would get in each other's way
-    version, processor = match.group(1), match.group(2) or "x86_64"
-    platforms = [f"--platform=manylinux_2_{number}_{processor}" for number in GLIBC]
+    download(folder, machine, pins())
+    return sorted(folder.glob("*.whl"))
+
+
+def download(folder: Path, machine: str, packages: Sequence[str]) -> None:
+    """Download wheels of packages, and of nothing that they need, for a machine as in `fetch`. Raises `BadInput`."""
+    version, _, processor = machine.partition("-")
+    platforms = [f"--platform=manylinux_2_{number}_{processor or 'x86_64'}" for number in GLIBC]
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp", *platforms]
-    done = subprocess.run([*command, "-d", str(folder), *pins()], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "-d", str(folder), *packages], capture_output=True, text=True, check=False)
     if done.returncode:
         last = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip()[-300:])
         raise BadInput(f"pip can't get the wheels: {last}")
-    return sorted(folder.glob("*.whl"))
 
 
 def unpack(folder: Path, site: Path, tag: str) -> None:
@@ -592,7 +596,7 @@ def unable(check: Check, step: Step, part: Part, has_gpu: bool) -> str | None:
         return "no NVIDIA GPU: nvidia-smi names none"
     interpreter = python(check.interpreter)
     if absent := missing(interpreter, part.needs, check.environment):
-        extra_of = {"llmcompressor": "compress", "vllm": "serve", "aiohttp": "eval", "lm_eval": "eval", "pytest": "dev"}
+        extra_of = {"llmcompressor": "dev", "vllm": "serve", "aiohttp": "eval", "lm_eval": "eval", "pytest": "dev"}
         extras = sorted({extra_of[name] for name in absent if name in extra_of})
         install = f"'.[{','.join(extras)}]'" if extras else "."
         return f"{interpreter} lacks {', '.join(absent)}; scripts/setup, or pip install {install}"

@@ -75,17 +75,28 @@ def pictures(place: Place) -> list[Path]:
 # checkpoint. The layers are asked themselves, too: a scheme keeps its kernel in an attribute (`kernel`, `fp8_linear`, ...). ---
 
 LOGPROBS = 20
+TOKENS = 16  # most of an answer that is not cut off
 _ERROR = re.compile(r"(\(.*?\) )?(ERROR .*\] )?\s*[\w.]*(Error|Exception)\b: ")
 
 
 def start(
-    place: Place, name: str, folder: Path, images: Sequence[Path], share: float, **options: Any
+    place: Place,
+    name: str,
+    folder: Path,
+    images: Sequence[Path],
+    share: float,
+    *,
+    questions: Sequence[str] = (),
+    patience: float = 420,
+    **options: Any,
 ) -> Callable[[], Any]:
     """Start vLLM with a checkpoint and ask about images.
 
     Args:
         name: of the log.
         share: of the GPU that it may take; it has 1 GiB of KV.
+        questions: one about each image, answered to the end; none: `QUESTION` about each, and four tokens of an answer.
+        patience: seconds after which it is ended.
         options: further ones of `vllm.LLM`.
 
     Returns:
@@ -97,7 +108,10 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     out = log.with_suffix(".json")
     out.unlink(missing_ok=True)
-    job = {"model": str(folder), "images": [str(image) for image in images], "options": options}
+    pairs = [
+        (str(image), question) for image, question in zip(images, questions or [QUESTION] * len(images), strict=True)
+    ]
+    job = {"model": str(folder), "asked": pairs, "whole": bool(questions), "options": options}
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
         "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -108,7 +122,7 @@ def start(
 
     def finish() -> dict[str, Any]:
         try:
-            child.wait(420)
+            child.wait(patience)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -143,30 +157,52 @@ def inside() -> None:
     job, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     llm: Any = LLM(
         job["model"],
-        enforce_eager=True,
         max_model_len=2048,
         max_num_seqs=4,
         max_logprobs=LOGPROBS,
         limit_mm_per_prompt={"image": 1, "video": 0},
         allowed_local_media_path="/",
         enable_prefix_caching=False,
-        **job["options"],
+        **{"enforce_eager": True, **job["options"]},
     )
-    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=LOGPROBS)
-    firsts, lengths = [], []
-    for image in job["images"]:
-        part = {"type": "image_url", "image_url": {"url": f"file://{image}"}}
-        text = {"type": "text", "text": QUESTION}
-        (answer,) = llm.chat([{"role": "user", "content": [part, text]}], sampling, use_tqdm=False)
+    whole = job["whole"]
+    sampling = SamplingParams(max_tokens=TOKENS if whole else 4, temperature=0, ignore_eos=not whole, logprobs=LOGPROBS)
+    firsts, lengths, texts = [], [], []
+    reductions = recorded_reductions()
+    for image, question in job["asked"]:
+        (answer,) = llm.chat(conversation(image, question), sampling, use_tqdm=False)
         firsts.append({token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()})
         lengths.append(len(answer.prompt_token_ids))
+        texts.append(answer.outputs[0].text)
     (layers,) = llm.apply_model(look)
     cache = llm.llm_engine.vllm_config.cache_config
     tokens = (cache.num_gpu_blocks or 0) * cache.block_size
     layers |= {"first": firsts, "prompt_tokens": lengths, "cache_dtype": str(cache.cache_dtype), "kv_tokens": tokens}
+    layers |= {"texts": texts, "kept": [reduced.anchor.tolist() for reduced in reductions]}
     out.write_text(json.dumps(layers), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # all is written; the engine's own shutdown only costs time
+
+
+def conversation(image: Path | str, question: str) -> list[dict[str, Any]]:
+    """A question about an image, in OpenAI's format."""
+    part = {"type": "image_url", "image_url": {"url": f"file://{image}"}}
+    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+
+
+def recorded_reductions() -> list[Any]:
+    """The reductions that the plugin decides from now on in this process, in order."""
+    from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
+
+    decide, reductions = ServedReducer.reduce_all, []
+
+    def reduce_all(reducer: ServedReducer, images: Sequence[Any]) -> list[Any]:
+        decided = decide(reducer, images)
+        reductions.extend(decided)
+        return decided
+
+    ServedReducer.reduce_all = reduce_all  # type: ignore[method-assign, assignment]
+    return reductions
 
 
 def look(served: Any) -> dict[str, Any]:
@@ -180,7 +216,7 @@ def look(served: Any) -> dict[str, Any]:
             kind = type(value).__name__
             if "Kernel" in kind and kind not in by_layer.setdefault(layer, []):
                 by_layer[layer].append(kind)
-        if name.endswith("self_attn.attn"):
+        if name.endswith("self_attn.attn") and hasattr(module, "kv_cache_dtype"):  # not a tower's
             scales.append([getattr(module, f"_{which}_scale_float", None) for which in "kv"])
             backend = getattr(module, "attn_backend", None)
             backends.append(backend.get_name() if backend else None)
@@ -456,6 +492,7 @@ def servers(place: Place, folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
     limits = ["--max-model-len", "1024" if place.tiny else "4096"]
     if torch.cuda.is_available():
         limits += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 * 2**30)]
+    limits += json.loads(os.environ.get("GPU_CHECK_FLAGS", "[]"))
     flags, logs = [*FLAGS, *limits], place.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -492,7 +529,7 @@ def described(running: Any, rows: dict[str, list[dict[str, Any]]]) -> dict[str, 
     """The figures of a server: medians over its turns, and the requests that its KV cache holds at once."""
     from vlmcompress.evaluation.speed import counters, measure
 
-    longest = max(row["tokens"] for row in rows["load"])
+    longest, cache = max(row["tokens"] for row in rows["load"]), counters.cache_config(running)
 
     def figure(load: str, name: str) -> float:
         return round(median(row[name] for row in rows[load]), 3)
@@ -505,5 +542,8 @@ def described(running: Any, rows: dict[str, list[dict[str, Any]]]) -> dict[str, 
         "load_ttft_p50_ms": figure("load", "ttft_p50_ms"),
         "load_ttft_p99_ms": figure("load", "ttft_p99_ms"),
         "tpot_ms": figure("load", "tpot_p50_ms"),
-        "fits": measure.requests_at_once(longest, counters.cache_config(running)),
+        "tokens_per_second_alone": round(1000 / figure("latency", "tpot_p50_ms"), 1),
+        "tokens_per_second": figure("load", "output_throughput"),
+        "fits": measure.requests_at_once(longest, cache),
+        "kv_tokens": int(cache["kv_cache_size_tokens"]),
     }

@@ -305,7 +305,7 @@ def test_list_reducers_prints_their_docstrings(capfd):
     text = " ".join(capfd.readouterr().out.split())
     assert " visionzip encoder fixed count vLLM: llava VisionZip: keep" in text
     assert " fastv llm fixed count transformers only FastV: after" in text
-    assert " resize processor measured count every engine Make images smaller" in text
+    assert " resize processor measured count by the processor Make images smaller" in text
     assert text.count("[measured: no better than random]") == sum(bool(entry["no_better_than"]) for entry in listed)
 
 
@@ -368,7 +368,8 @@ def raising(error: BaseException):
             2,
             "error: out of memory; use fewer",
         ),
-        (ModuleNotFoundError("no", name="llmcompressor.modifiers"), 2, "pip install '.[block-search]' in the checkout"),
+        (ModuleNotFoundError("no", name="lm_eval.tasks"), 2, "pip install '.[eval]' in the checkout"),
+        (ModuleNotFoundError("no", name="compressed_tensors"), 2, "pip install '.[compress]' in the checkout"),
     ],
 )
 def test_exit_codes(capfd, monkeypatch, error, code, message):
@@ -376,6 +377,44 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert cli.main(["list"]) == code
     output = capfd.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+def test_an_unusable_gpu_is_told():
+    """torch warns of an old driver in these words; other warnings are silenced."""
+    code = "import warnings; from vlmcompress.cli import _process; _process.quiet_libraries(); "
+    code += "[warnings.warn(text) for text in ('CUDA initialization: The driver is too old', 'deprecated')]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "note: CUDA initialization: The driver is too old\n"
+
+
+METADATA = "Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"
+MISFITS = {
+    "torchvision": (
+        "import torch; torch.library.register_fake('torchvision::roi_align')(print)",
+        "operator torchvision::roi_align does not exist",
+        r"pip install --force-reinstall --no-deps torchvision==0\.\d+\.\d+( --index-url https://download\.pytorch\.org/whl/\w+)?",
+    ),
+    "torchaudio": (
+        "import ctypes; ctypes.CDLL('libtorch_of_another_release.so')",
+        "libtorch_of_another_release.so: cannot open shared object file: No such file or directory",
+        "pip uninstall torchaudio, which only sound needs",
+    ),
+}
+"""Package -> how a build for another torch ends while it is imported, the reason in our line, and the remedy."""
+
+
+@pytest.mark.parametrize("package", MISFITS)
+def test_a_package_for_another_torch_is_named(package, model, tmp_path):
+    """transformers imports both where they are installed, and ends with an error of its own class or a library's path."""
+    code, reason, remedy = MISFITS[package]
+    for name, content in {f"{package}/__init__.py": code, f"{package}-0.1.dist-info/METADATA": METADATA}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content.format(package=package))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "vlmcompress", "plan", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    line = rf"error: {package} 0\.1 does not fit torch \S+ \({re.escape(reason)}\); {remedy}\n"
+    assert done.returncode == 2 and re.fullmatch(line, done.stderr), done.stderr
 
 
 def test_a_memory_limit_is_named(capfd, monkeypatch):

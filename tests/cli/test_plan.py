@@ -77,6 +77,30 @@ def test_a_cache_of_a_given_size(models, capsys):
     assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
 
 
+def test_a_processor_that_allows_far_more_than_the_card_recommends(tmp_path, capsys):
+    """As Qwen2.5-VL ships it: `plan` and `check` say which figure its card recommends, unless the recipe lowers the limit."""
+    folder, note = tiny.build("qwen2_5_vl", tmp_path / "model"), "the cards of qwen2-5-vl recommend 1,280"
+
+    def allow(tokens):
+        path = folder / "processor_config.json"
+        content = json.loads(path.read_text())
+        content["image_processor"]["size"] = {"shortest_edge": 4 * 28**2, "longest_edge": tokens * 28**2}
+        path.write_text(json.dumps(content))
+
+    def said(verb, *arguments):
+        cli.main([verb, str(folder), *arguments])
+        return "".join(capsys.readouterr())
+
+    calls = [("plan", "--image-size", "64x64"), ("check", "--image-size", "64x64"), ("check", "--scheme", "rtn")]
+    allow(16384)
+    for call in calls:
+        text = said(*call)
+        assert text.count(note) == 1 and "up to 16,384 tokens" in text and "--reduce resize:tokens=1280" in text
+    assert note not in said("check", "--scheme", "rtn", "--reduce", "resize:tokens=1280")
+    allow(1280)
+    assert not any(note in said(*call) for call in calls)
+
+
 def test_a_model_that_does_not_fit_is_reported(models, capsys):
     code, text, _ = run(capsys, models["llava"], "--memory", "1GB", "--target", "rtx4090")
     assert code == 2 and "nothing fits" in text and "which needs a device of" in text

@@ -45,9 +45,7 @@ def test_a_card_shows_how_to_send_the_question_to_a_reducer(models, tmp_path, ca
         arguments = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
         assert run(capsys, "quantize", models["llava"], *arguments, "-o", tmp_path / "out")[0] == 0
         card = (tmp_path / "out" / "README.md").read_text()
-        assert (
-            'a server runs with `--trust-request-mm-kwargs`, what a request has under `"mm_processor' in card
-        ) is message
+        assert ('the value of `"mm_processor_kwargs": {"query": "..."}`. vLLM takes such' in card) is message
 
 
 def test_a_reducer_for_transformers_alone_is_not_offered_to_vllm(models, tmp_path, capsys):
@@ -131,7 +129,7 @@ def test_two_stages_are_planned_calibrated_and_written(models, tmp_path, capsys)
     assert f"resize:0.5,tokens={tokens} + uniform:0.5: {example['before']} -> {example['after']} visual" in text
     config = json.loads((out / "config.json").read_text())
     assert config["vlmcompress"]["reduce"] == {"method": "uniform", "keep": 0.5}
-    assert f"at most {tokens} visual tokens, in every engine" in (out / "README.md").read_text()
+    assert f"at most {tokens} visual tokens, in engines that follow it" in (out / "README.md").read_text()
     assert run(capsys, "doctor", out, "--source", model)[0] == 0
 
 

@@ -206,19 +206,22 @@ def worker() -> int:
     return workers[0]
 
 
-def test_reduced_answers_count_the_tokens_that_are_left(questions, transformers, tmp_path) -> None:
-    """A reducer that is attached by name, and the same one carried by the checkpoint: equal answers and counts."""
-    attached = replace(HF, reduce="uniform:0.5").answer(MODEL, questions[0], media=questions[1], settings=SETTINGS)
+def test_reduced_answers_count_the_tokens_that_are_left(questions, transformers, tmp_path, capsys) -> None:
+    """A reducer attached by name, and one that the checkpoint carries, whose share requests set: equal answers and counts."""
+    sharing = [replace(request, id=f"{request.id} at 1/4", keep=0.25) for request in questions[0]]
+    attached = replace(HF, reduce="uniform:0.25").answer(MODEL, sharing, media=questions[1], settings=SETTINGS)
+    assert "has no reducer with keep_max: what the data have under 'keep' is left out" in capsys.readouterr().err
     shutil.copytree(MODEL, tmp_path / "reduced")
     config = tmp_path / "reduced" / "config.json"
-    config.write_text(
-        json.dumps(reducer_block.config_with_reducer(json.loads(config.read_text()), parse_reducer("uniform:0.5")))
-    )
-    run = get_engine("hf").answer(tmp_path / "reduced", questions[0], media=questions[1], settings=SETTINGS)
-    assert run.engine["reduce"] == attached.engine["reduce"] == "uniform:0.5" and transformers.engine["reduce"] is None
-    assert {name: answer.text for name, answer in run.answers.items()} == {
-        n: answer.text for n, answer in attached.answers.items()
-    }
+    carried = parse_reducer("uniform:0.5,keep_max=1")
+    config.write_text(json.dumps(reducer_block.config_with_reducer(json.loads(config.read_text()), carried)))
+    requests = [*questions[0], *sharing, replace(questions[0][0], id="no share", keep=[0.25])]
+    settings = replace(SETTINGS, refusals=1)
+    run = get_engine("hf").answer(tmp_path / "reduced", requests, media=questions[1], settings=settings)
+    assert "'keep' must be a share" in (run.answers["no share"].refused or "") and not run.engine["restarts"]
+    assert (run.engine["reduce"], attached.engine["reduce"]) == (str(carried), "uniform:0.25")
+    assert transformers.engine["reduce"] is None
+    assert {request.id: run.answers[request.id] for request in sharing} == attached.answers
     for request in questions[0]:
         full, less = transformers.answers[request.id], run.answers[request.id]
         assert full.visual_tokens == 81 * request.images() and less.visual_tokens == 41 * request.images()

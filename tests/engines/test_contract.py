@@ -20,7 +20,7 @@ from vlmcompress.reduction.support import SERVED_FAMILIES
 PLUGIN = ROOT / "vlmcompress/engines/vllm/plugin"
 ALL = [reach for part in PARTS.values() for reach in part]
 # What mixins call of other mixins of the plugin; and types that nothing depends on when it runs.
-OURS = {"__init__", "span", "positions", "_shortened", "_placeholders", "reduced"}
+OURS = {"__init__", "span", "lengths", "_shortened", "_placeholders", "reduced"}
 TYPES = {"VllmConfig", "ModelConfig", "CommonAttentionMetadata"}
 
 

@@ -100,7 +100,7 @@ def test_a_server_answers(server: Server, tmp_path: Path) -> None:
     logprobs = {"content": [{"token": "red", "logprob": -0.1, "top_logprobs": first}]}
     server.reply = lambda _: (200, json.dumps(GOOD | {"choices": [GOOD["choices"][0] | {"logprobs": logprobs}]}))
     content = [picture, {"type": "text", "text": "what"}, video, frames]
-    request = Request("q", [{"role": "user", "content": content}], max_tokens=5)
+    request = Request("q", [{"role": "user", "content": content}], max_tokens=5, keep=0.5)
     arrived: list[str] = []
     run = server.engine.answer("small", [request], media=tmp_path, settings=EngineSettings(logprobs=2),
                                on_answer=lambda answer: arrived.append(answer.id))  # fmt: skip
@@ -109,6 +109,7 @@ def test_a_server_answers(server: Server, tmp_path: Path) -> None:
     assert answer.first == {"red": -0.1, "blue": -3.0} and arrived == ["q"]
     (body,) = server.asked
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_logprobs"]) == ("small", 5, 0.0, 2)
+    assert body["mm_processor_kwargs"] == {"keep": 0.5}
     sent, text, filmed, listed = body["messages"][0]["content"]
     assert listed == {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,Zg==,Zw=="}}
     assert with_frames(copy.deepcopy(request.messages))[0]["content"] == [

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.engine
 ALONE = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 # Source, reducer, settings, passes.
 CASES = {
-    "cached": ("demo", "dart:0.5", CACHED, 2),
-    "in chunks": ("demo", "visionzip:0.25", CHUNKED | ALONE, 1),
-    "llava-next": ("llava-next", "divprune:0.5", CHUNKED | CACHED, 2),
+    "cached": ("demo", "visionzip:0.5,keep_max=1", CACHED, 2),
+    "in chunks": ("demo", "dart:0.25", CHUNKED | ALONE, 1),
+    "llava-next": ("llava-next", "divprune:0.5,keep_max=1", CHUNKED | CACHED, 2),
     "by a scorer": ("demo", "learned:0.25,merge=nearest", CHUNKED | CACHED, 2),
-    "internvl": ("internvl", "uniform:0.5", CHUNKED | CACHED, 2),
+    "internvl": ("internvl", "uniform:0.5,keep_max=1", CHUNKED | CACHED, 2),
 }
 MORE = {
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
@@ -64,8 +64,9 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
         turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
         reducer = cases.trained(reducer, vlm, folder / name)
-        answers = cases.reference(vlm, reducer, requests, TOKENS)
         films = [cases.film(vlm, folder / name / "videos", frames) for frames in (6, 3) if name in FILMED]
+        requests, films = (cases.with_keeps(reducer, asked_of) for asked_of in (requests, films))
+        answers = cases.reference(vlm, reducer, requests, TOKENS)
         answers += [cases.film_reference(vlm, reducer, film, TOKENS) for film in films]
         reduced = cases.reduced(path, folder / name / "model", reducer)
         jobs.append(

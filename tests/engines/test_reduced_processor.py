@@ -13,7 +13,7 @@ from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_cases import reduced
 
 pytestmark = pytest.mark.engine
-REDUCERS = {"half": "dart:0.5", "quarter": "dart:0.25", "asks": "relevance:0.5"}
+REDUCERS = {"half": "dart:0.5,keep_max=0.75", "quarter": "dart:0.25", "asks": "relevance:0.5"}
 FILMED = ("internvl", "short", "llava-onevision")
 ROOM = 256
 
@@ -85,6 +85,24 @@ def test_the_cache_key_of_an_image_includes_the_question_where_the_method_reads_
     query_aware = processed["asks"]
     assert query_aware["plain"]["name"] == query_aware["again"]["name"] == query_aware["query"]["name"]
     assert query_aware["plain"]["name"] != query_aware["other"]["name"]
+
+
+def test_a_request_sets_its_share(processed):
+    """Up to what memory is reserved for; the share is part of the cache's key, also where it is the checkpoint's own."""
+    half = processed["half"]
+    counts = {name: half[name]["prompt"] + 1 for name in ("plain", "own share", "more", "seven", "a thousand")}
+    assert counts == {"plain": 41, "own share": 41, "more": 61, "seven": 7, "a thousand": 61}
+    assert half["plain"]["name"] == half["own share"]["name"]
+    assert len({half[name]["name"] for name in counts}) == 4
+    assert "'keep' must be a share above 0 and at most 0.75" in half["too much"]["error"]
+    assert "dart:0.25 has no 'keep_max'" in processed["quarter"]["more"]["error"]
+    assert (half["reserved"], processed["quarter"]["reserved"]) == (61, 20)
+
+
+def test_a_question_that_would_harm_the_engine_is_refused(processed):
+    """The model would look up ids beyond its table of words, and embed any number of them."""
+    assert processed["asks"]["ids"]["error"] == "'query' must be a text, got [1000000000]"
+    assert processed["asks"]["long query"]["error"].endswith("and the context 1024; send a shorter text")
 
 
 def test_a_question_for_a_method_that_reads_none_is_refused(processed):

@@ -41,9 +41,9 @@ BOTH = CHUNKED | CACHED
 # vLLM's CPU kernel of Gated DeltaNets knows no other type, and that build has nothing to copy their states for a cache.
 RECURRENT = CHUNKED | {"dtype": "bfloat16", "enable_prefix_caching": False}
 CASES = {
-    "cached": Case("demo", "dart:0.5", CACHED, passes=2),
+    "cached": Case("demo", "coverage:0.5,keep_max=1", CACHED, passes=2),
     "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
-    "qwen3-vl": Case("qwen3-vl", "dart:0.5", BOTH, passes=2, film=True),
+    "qwen3-vl": Case("qwen3-vl", "dart:0.5,keep_max=1", BOTH, passes=2, film=True),
     "qwen3-5": Case("qwen3-5", "uniform:0.5", RECURRENT, film=True),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
@@ -75,10 +75,10 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
         turns = prompts(case)
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
         reducer = cases.trained(case.reducer, vlm, folder / name)
+        films = [cases.film(vlm, folder / name / "video")] if case.film else []
+        requests, films = (cases.with_keeps(reducer, asked_of) for asked_of in (requests, films))
         answers = cases.reference(vlm, reducer, requests, TOKENS)
-        if case.film:
-            requests.append(cases.film(vlm, folder / name / "video"))
-            answers.append(cases.film_reference(vlm, reducer, requests[-1], TOKENS))
+        answers += [cases.film_reference(vlm, reducer, film, TOKENS) for film in films]
         reduced = cases.reduced(source, folder / name / "model", reducer)
         jobs.append(
             {
@@ -86,7 +86,7 @@ def serve(chosen: dict[str, Case], folder: Path) -> dict[str, tuple[dict, list[d
                 "settings": case.settings,
                 "passes": case.passes,
                 "max_tokens": TOKENS,
-                "requests": requests,
+                "requests": requests + films,
             }
         )
         expected.append(answers)

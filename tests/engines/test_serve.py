@@ -99,18 +99,15 @@ def test_a_server_that_others_reach_warns_of_what_it_fetches(checkpoint: Path) -
 
 
 @pytest.mark.parametrize(
-    ("reducer", "query_aware"),
-    [("relevance:0.5", True), ("dart:0.5", False)],
+    ("reducer", "trusted"),
+    [("relevance:0.5", True), ("dart:0.5,keep_max=1", True), ("dart:0.5", False)],
 )
-def test_clients_may_send_the_question_to_the_reducer(reducer: str, query_aware: bool, tmp_path: Path) -> None:
+def test_clients_may_send_the_question_or_the_share_to_the_reducer(reducer: str, trusted: bool, tmp_path: Path) -> None:
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(reducer_block.config_with_reducer(plain, parse_reducer(reducer))))
     arguments = arguments_of(tmp_path, videos=1)
-    assert ("--trust-request-mm-kwargs" in arguments) is query_aware
-    assert (
-        any("vLLM takes the latter only with --trust-request-mm-kwargs" in line for line in remarks(arguments))
-        is query_aware
-    )
+    assert ("--trust-request-mm-kwargs" in arguments) is trusted
+    assert any("takes them only with --trust-request-mm-kwargs" in line for line in remarks(arguments)) is trusted
     refused = arguments_of(tmp_path, videos=1, extra=["--no-trust-request-mm-kwargs"])
     assert refused[-1] == "--no-trust-request-mm-kwargs" and remarks(refused) == []
 
@@ -251,11 +248,11 @@ def free_port() -> int:
 def server(
     tmp_path_factory: pytest.TempPathFactory, quick_engines: None
 ) -> Iterator[tuple[subprocess.Popen, int, Path, Path]]:
-    """A checkpoint whose reducer reads the question, served by `serve`."""
+    """A checkpoint whose reducer reads the question and the share of a request, served by `serve`."""
     folder = build("llava", tmp_path_factory.mktemp("serve") / "tiny-llava")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(reducer_block.config_with_reducer(config, parse_reducer("relevance:0.5")))
+        json.dumps(reducer_block.config_with_reducer(config, parse_reducer("relevance:0.5,keep_max=0.75")))
     )
     port, log = free_port(), folder.parent / "log"
     code = f"from vlmcompress.engines.vllm.serve import serve; serve({str(folder)!r}, port={port})"
@@ -307,6 +304,16 @@ def test_openai_client_sends_an_image_and_gets_an_answer(server) -> None:
     about_where = ask(image, text, mm_processor_kwargs={"query": "where"})
     assert about_where.usage.prompt_tokens == with_image.usage.prompt_tokens
     assert "only with --trust-request-mm-kwargs" in log.read_text()
+
+    counts = {
+        keep: ask(image, text, mm_processor_kwargs={"keep": keep}).usage.prompt_tokens for keep in (0.25, 5, 0.75)
+    }
+    assert {keep: count - without.usage.prompt_tokens for keep, count in counts.items()} == {0.25: 4, 5: 5, 0.75: 12}
+    for keep in (0, -0.5, 0.8, 1.5, "half", True, [0.5], None, 10**400):
+        with pytest.raises(
+            openai.BadRequestError, match="'keep' must be a share above 0 and at most 0.75, or a number of"
+        ):
+            ask(image, text, mm_processor_kwargs={"keep": keep})
 
     # Images that nobody can use: the client's fault, so that the connection, which a proxy may share, stays open.
     huge = io.BytesIO()

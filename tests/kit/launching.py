@@ -99,9 +99,9 @@ FORMATS: dict[str, dict | None] = {
     "unheard-of": {"quant_method": "quip"},
 }
 REDUCERS = {
-    "blind": Reducer("divprune:0.5", query_aware=False, served=True),
-    "asking": Reducer("relevance:0.5", query_aware=True, served=True),
-    "unserved": Reducer("fastv:0.5", query_aware=False, served=False),
+    "blind": Reducer("divprune:0.5", (), served=True),
+    "asking": Reducer("relevance:0.5", ("query",), served=True),
+    "unserved": Reducer("fastv:0.5", (), served=False),
 }
 
 
@@ -144,7 +144,7 @@ def called(script: Path, *arguments: str, **environment: str) -> tuple[str, list
     """Run a script with every program replaced by one that prints how it was called: program, arguments, environment."""
     programs = script.parents[1] / "programs"
     programs.mkdir(exist_ok=True)
-    for name in ("vllm", "python3", "lmdeploy", "trtllm-serve"):
+    for name in ("vllm", "python3", "lmdeploy", "trtllm-serve", "llama-server"):
         (programs / name).write_text(f"#!/bin/sh\nprintf '%s\\0' {name} \"$@\"\nprintf '\\n'\nenv -0\n")
         (programs / name).chmod(0o755)
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -186,6 +188,26 @@ def rows_of(positions: torch.Tensor) -> torch.Tensor:
     return positions[-3:, 0] if positions.ndim == 3 else positions
 
 
+def with_keeps(reducer: str | ReducerChoice, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The requests, where they may set a share the first three also with a third and with all of each image's tokens, in turns:
+    caches then have the same image with several counts."""
+    if chosen(reducer).reducer.keep_max is None:
+        return requests
+    shared = [request | {"keep": keep} for keep in (1 / 3, 1) for request in requests[:3]]
+    return [*requests, *shared, *requests[:1]]
+
+
+def fixed(reducer: str | ReducerChoice, request: dict[str, Any]) -> ReducerChoice:
+    """The reducer of a checkpoint whose share is what the request sets."""
+    choice = chosen(reducer)
+    if choice.reducer.keep_max is None:
+        return choice
+    options: Any = choice.reducer
+    return ReducerChoice(
+        choice.method, dataclasses.replace(options, keep=request.get("keep", choice.reducer.keep), keep_max=None)
+    )
+
+
 @torch.inference_mode()
 def reference(
     vlm: VLM,
@@ -196,28 +218,29 @@ def reference(
 ) -> list[dict[str, Any]]:
     """Of each request the greedy answer's tokens, the positions that the language model gets, and how many tokens it gets."""
     answers, places = [], []
-    with attach(vlm, chosen(reducer), counter=counter) as attached:
-        hook = attached.text.register_forward_pre_hook(
-            lambda _, args, kwargs: places.append(rows_of(kwargs["position_ids"])), with_kwargs=True
-        )
-        for request in requests:
-            places.clear()
-            images = [Image.open(file) for file in request["images"]]
-            media = filmed(request["videos"][0]) if "videos" in request else {"images": images or None}
-            inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **media)
-            inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-            request_inputs = {
-                "do_sample": False,
-                "max_new_tokens": tokens,
-                "output_logits": True,
-                "return_dict_in_generate": True,
-            }
-            out = vlm.model.generate(**inputs, **request_inputs)
-            answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-            positions = torch.cat(places, 1).T.tolist()
-            leads = [lead(logits[0]) for logits in out.logits]
-            answers.append({"tokens": answer, "leads": leads, "positions": positions, "prompt": places[0].shape[1]})
-        hook.remove()
+    for choice, group in itertools.groupby(requests, key=lambda request: fixed(reducer, request)):
+        with attach(vlm, choice, counter=counter) as attached:
+            hook = attached.text.register_forward_pre_hook(
+                lambda _, args, kwargs: places.append(rows_of(kwargs["position_ids"])), with_kwargs=True
+            )
+            for request in group:
+                places.clear()
+                images = [Image.open(file) for file in request["images"]]
+                media = filmed(request["videos"][0]) if "videos" in request else {"images": images or None}
+                inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **media)
+                inputs = {k: v.to(vlm.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+                request_inputs = {
+                    "do_sample": False,
+                    "max_new_tokens": tokens,
+                    "output_logits": True,
+                    "return_dict_in_generate": True,
+                }
+                out = vlm.model.generate(**inputs, **request_inputs)
+                answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+                positions = torch.cat(places, 1).T.tolist()
+                leads = [lead(logits[0]) for logits in out.logits]
+                answers.append({"tokens": answer, "leads": leads, "positions": positions, "prompt": places[0].shape[1]})
+            hook.remove()
     return answers
 
 
@@ -241,7 +264,7 @@ def film_reference(vlm: VLM, reducer: str, request: dict[str, Any], tokens: int)
     Where attention is not all that mixes tokens, the prompt without them, each token at the position that it had. Where tokens
     merge within the encoder frames are images, so that it is `attach` after all.
     """
-    chosen = parse_reducer(reducer)
+    chosen = fixed(reducer, request)
     if chosen.reducer.MERGES:
         return reference(vlm, reducer, [request], tokens)[0]
     inputs = vlm.processor(text=[request["prompt"]], return_tensors="pt", **filmed(request["videos"][0]))

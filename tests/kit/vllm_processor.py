@@ -45,14 +45,25 @@ def applied(processor: Any, prompt: list[int], media: dict[str, Any], **argument
 
 
 def prompts(folder: str) -> dict[str, dict[str, Any]]:
-    """One prompt, again, another, one with a question for the reducer, one too long, and one of embeddings."""
+    """One prompt, again, another, one with a question for the reducer, some that set a share, one too long, and one of
+    embeddings; and how many tokens of an image memory is reserved for."""
+    from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
+
     processor = made(folder, limit_mm_per_prompt={"image": 40}, enable_mm_embeds=True, max_model_len=1024)
     return {
         "plain": ask(processor, "what is red ?"),
         "again": ask(processor, "what is red ?"),
         "other": ask(processor, "how many ?"),
         "query": ask(processor, "how many ?", query="what is red ?"),
+        "ids": ask(processor, "how many ?", query=[10**9]),
+        "long query": ask(processor, "how many ?", query="how many ? " * 1024),
         "names": ask(processor, "how many ?", names=["front"]),
+        "more": ask(processor, "what is red ?", keep=0.75),
+        "own share": ask(processor, "what is red ?", keep=0.5),
+        "seven": ask(processor, "what is red ?", keep=7),
+        "a thousand": ask(processor, "what is red ?", keep=1000),
+        "too much": ask(processor, "what is red ?", keep=0.8),
+        "reserved": get_mm_max_toks_per_item(processor, {"image": 1}, None)["image"],
         "long": ask(processor, "what ?", [IMAGE] * 30),
         "embeds": ask(processor, "what ?", torch.zeros(1, 81, 256)),
     }

@@ -1,11 +1,11 @@
 """Answers of vLLM on reduced checkpoints, and where it saw tokens; runs where `engine_worker.py` does.
 
-A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files]}]}`;
-`settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may be, `"adapter"` is the folder of a LoRA
-adapter. Requests are given one by one, `passes` times over, then once all together. Of each in turn: the prompt's tokens, the
-answer's tokens, how many came from the prefix cache, and the positions that the language model was given for the rest, in
-the order in which it ran, and how many numbers of pixels its tower got; and how often requests were preempted, where
-`settings` keep statistics.
+A job is `{"folder", "settings", "passes", "max_tokens", "requests": [{"prompt", "images": [files], "videos": [files],
+"keep": what it sets for its images}]}`; `settings` are `vllm.LLM`'s, `"ignore_eos": true` makes answers as long as they may
+be, `"adapter"` is the folder of a LoRA adapter. Requests are given one by one, `passes` times over, then once all together.
+Of each in turn: the prompt's tokens, the answer's tokens, how many came from the prefix cache, and the positions that the
+language model was given for the rest, in the order in which it ran, and how many numbers of pixels its tower got; and how often
+requests were preempted, where `settings` keep statistics.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def request(entry: dict) -> dict:
     if entry.get("videos"):
         frames = [np.load(file) for file in entry["videos"]]
         media["video"] = [(video, about(len(video))) for video in frames]
-    return {"prompt": entry["prompt"], **({"multi_modal_data": media} if media else {})}
+    keep = {"mm_processor_kwargs": {"keep": entry["keep"]}} if "keep" in entry else {}
+    return {"prompt": entry["prompt"], **({"multi_modal_data": media} if media else {}), **keep}
 
 
 def about(frames: int) -> dict:

@@ -100,13 +100,6 @@ def test_smoothing_changes_no_logit(family, part, loaded):
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
 
 
-def test_layer_class_is_that_of_each_decoder_layer(family, loaded):
-    vlm = loaded(family)
-    name = models.layer_class(vlm.model, vlm.spec)
-    paths = [path for path, module in vlm.model.named_modules() if type(module).__name__ == name]
-    assert paths == models.decoder_layers(vlm.model, vlm.spec)
-
-
 def test_skeleton_has_the_shapes_of_the_model(family, checkpoint, loaded):
     state = loaded(family).model.state_dict()
     meta_model = models.build_meta_model(checkpoint(family))

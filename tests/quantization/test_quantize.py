@@ -72,6 +72,41 @@ def test_every_scheme_is_whole_and_loads(world, tmp_path, model, scheme):
     assert not list(tmp_path.glob(".out*")), "something was left next to OUT"
 
 
+def test_layers_are_fitted_to_so_many_tokens(world, tmp_path):
+    """The manifest counts them. 0, as many as there are, and on few samples the default are all: the same bytes."""
+
+    def run(name: str, **tokens: int) -> tuple[dict, dict[str, bytes]]:
+        calibrate = {"data": str(world / "calib.jsonl"), "samples": 6, **tokens}
+        out = tmp_path / name
+        made = quantize(recipe(world, out, "gptq", options={"group_size": 64}, calibrate=calibrate))
+        return made.manifest["calibration"], weights(out)
+
+    read, every = run("default")
+    total = sum(read["tokens"].values())
+    for name, tokens in (("all", 0), ("as many", total)):
+        again, same = run(name, tokens=tokens)
+        assert same == every and "fitted" not in read | again
+    read, other = run("half", tokens=total // 2)
+    assert other != every and sum(read["fitted"].values()) == total // 2
+    assert all(abs(read["fitted"][name] - count / 2) < 1.5 for name, count in read["tokens"].items())
+
+
+@pytest.mark.parametrize("samples", [2, 6])
+def test_no_gram_matrix_is_added_up_for_errors_of_other_samples(world, tmp_path, monkeypatch, samples):
+    """A scheme that reads maxima alone reports the errors of held-out samples; without any it needs the matrix for them."""
+    needs, solve = set(), run._solve
+
+    def watched(vlm, groups, stats, *rest):
+        needs.update(*(each.needs for each in stats.values()))
+        return solve(vlm, groups, stats, *rest)
+
+    monkeypatch.setattr(run, "_solve", watched)
+    calibrate = {"data": str(world / "calib.jsonl"), "samples": samples}
+    manifest = quantize(recipe(world, tmp_path / "out", "int8", calibrate=calibrate)).manifest
+    assert needs == {"absmax"} | ({"gram"} if not manifest["calibration"]["held_out"] else set())
+    assert all({"text", "vision", "answer"} <= set(error) for error in manifest["errors"].values())
+
+
 @pytest.mark.slow
 def test_videos_calibrate(world, tmp_path):
     """In each kind of table; counted in the manifest, and their tokens are vision: as many as the processor's grid has."""

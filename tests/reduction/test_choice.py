@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import methods
@@ -216,3 +220,29 @@ def test_resize_is_written_as_read():
     assert str(Resize(keep=0.5, tokens=64)) == "resize:0.5,tokens=64" and str(Resize(keep="1/4")) == "resize:0.25"
     with pytest.raises(UserError, match="not a token reducer"):
         parse_reducer("resize:0.5")
+
+
+def test_a_request_sets_a_share_within_bounds():
+    choice = parse_reducer("coverage:0.5,keep_max=3/4")
+    assert parse_reducer(str(choice)) == choice and choice.plain()["keep_max"] == 0.75
+    assert [choice.requested(keep) for keep in (0.25, 0.75, 2, 10**6)] == [0.25, 0.75, 2, 10**6]
+    for keep in (0, -1, 0.76, 1, 1.5, math.nan, math.inf, 10**400, True, "0.5", None):
+        with pytest.raises(
+            ValueError, match="'keep' must be a share above 0 and at most 0.75, or a number of tokens from 2"
+        ):
+            choice.requested(keep)
+    with pytest.raises(ValueError, match="coverage:0.5 has no 'keep_max'"):
+        parse_reducer("coverage:0.5").requested(0.5)
+    with pytest.raises(UserError, match="keep_max must be a number from 0.5 to 1, got 0.25"):
+        parse_reducer("coverage:0.5,keep_max=0.25")
+    with pytest.raises(UserError, match="'pool' has no option 'keep_max'"):
+        parse_reducer("pool:window=2x2,keep_max=1")
+
+
+@given(st.integers(1, 300), st.integers(1, 13), st.floats(1e-6, 0.75) | st.integers(2, 400))
+def test_a_request_keeps_no_more_than_the_largest_share(tokens: int, tiles: int, keep: float):
+    """A number of tokens is met exactly, where the image has as many within the bounds. Each tile keeps one at least."""
+    choice = parse_reducer("coverage:0.5,keep_max=0.75")
+    count = choice.keeping(choice.requested(keep), tokens * tiles).reducer.budget((1, 1, tokens))
+    exact = min(tokens * keep if keep < 1 else keep / tiles, tokens * 0.75)
+    assert count >= 1 and abs(count - max(exact, 0.5)) <= 0.5 + 1e-9

@@ -106,7 +106,7 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
         return entry["name"], entry["about"]
     families = entry["vllm"]
     if families is None:
-        return entry["name"], entry["stage"], f"{entry['count']} count", "every engine", entry["about"]
+        return entry["name"], entry["stage"], f"{entry['count']} count", "by the processor", entry["about"]
     where = ", ".join(families) if len(families) <= 3 else f"{len(families)} families"
     where = f"vLLM: {where}" if families else "transformers only"
     weak = f" [measured: no better than {entry['no_better_than']}]" if entry["no_better_than"] else ""

@@ -28,12 +28,14 @@ class Request:
     """One conversation in OpenAI's format; images are `{"type": "image_url", "image_url": {"url": "file:///..."}}`, and videos
     `video_url`, as in vLLM.
 
-    `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`.
+    `max_tokens` is the most tokens of the answer; None: `Settings.max_tokens`. `keep`: the share, or number, of its images'
+    tokens that the reducer keeps; None: the checkpoint's.
     """
 
     id: str
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
+    keep: Any = None
 
     def media(self) -> list[dict[str, Any]]:
         """The parts with a file, in order; references into the request, not copies."""

@@ -20,6 +20,7 @@ ENGINE = Local(
     advice="pip install vlmcompress there again",
     batch=IN_FLIGHT,
     videos=True,
+    shares=True,
 )
 
 
@@ -43,11 +44,14 @@ def start(job: dict):
 
 
 def answers(engine, requests, job: dict):
-    """Answer in batches of requests with equally many images, which some processors require; requests with videos alone."""
-    groups: dict[tuple[int, int], list[dict]] = {}
+    """Answer in batches of requests with equally many images, which some processors require, that keep the same share; requests
+    with videos alone."""
+    groups: dict[tuple, list[dict]] = {}
     for request in requests:
-        groups.setdefault((count(request, "image_url"), count(request, "video_url")), []).append(request)
-    for (_, videos), group in groups.items():
+        # `keep` is what the data have there, of any type; `set_keep` checks it.
+        kind = count(request, "image_url"), count(request, "video_url"), repr(request["keep"])
+        groups.setdefault(kind, []).append(request)
+    for (_, videos, _), group in groups.items():
         size = 1 if videos else job["settings"]["max_num_seqs"] or IN_FLIGHT
         for at in range(0, len(group), size):
             yield from answered(engine, group[at : at + size], job["settings"])
@@ -119,6 +123,8 @@ class Engine:
             [message | {"content": self._parts(message["content"], decoded)} for message in request["messages"]]
             for request in batch
         ]
+        if self.attached:
+            self.attached.set_keep(batch[0]["keep"])
         inputs = self.processor.apply_chat_template(
             conversations,
             add_generation_prompt=True,

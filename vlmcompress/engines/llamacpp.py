@@ -44,6 +44,7 @@ class Engine(Rendered):
 
     def __init__(self, job: dict):
         from vlmcompress.export.gguf import REGISTRY
+        from vlmcompress.export.launch_files import token_limits
 
         if job.get("reduce"):
             raise ValueError("llama.cpp runs no reducer of visual tokens; use --engine hf")
@@ -59,7 +60,7 @@ class Engine(Rendered):
             folder,
             context=self.longest,
             slots=self.slots,
-            limits=llamacpp_server.token_limits(self.processor.image_processor),
+            limits=token_limits(self.processor.image_processor),
         )
         if settings["dtype"] == "float32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

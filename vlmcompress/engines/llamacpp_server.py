@@ -63,18 +63,6 @@ def positions(folder: Path) -> int:
     return text.get("max_position_embeddings") or LONGEST
 
 
-def token_limits(processor: Any) -> tuple[int, int] | None:
-    """Least and most visual tokens of an image for processors that preserve the aspect ratio; None for others."""
-    least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
-    if least and most:
-        return least, most
-    size, merge = processor.size, getattr(processor, "merge_size", None)
-    if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
-        return None
-    area = (processor.patch_size * merge) ** 2
-    return max(size["shortest_edge"] // area, 1), size["longest_edge"] // area
-
-
 def command(folder: Path, host: str, port: int, context: int | None, slots: int) -> list[str]:
     """The arguments of a process that serves a checkpoint.
 
@@ -152,6 +140,7 @@ def main() -> None:
     import xllamacpp
     from transformers import AutoProcessor
 
+    from vlmcompress.export.launch_files import token_limits
     from vlmcompress.export.readers import served_name
 
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, first_tokens
-from vlmcompress.utils import model_folder
+from vlmcompress.utils import json_files, model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import temporary_folder, torch_cache
 from vlmcompress.utils.messages import note
@@ -67,6 +67,7 @@ class Local(Engine):
         speculative: JSON of vLLM's `--speculative-config`, already checked.
         batch: default number of requests that it computes together, in order; 0: it schedules them itself.
         videos: whether it supports videos.
+        shares: whether requests may set the share of visual tokens, where the reducer has `keep_max`.
         remark: function that returns a message about a checkpoint to show before it is loaded, or None.
     """
 
@@ -81,6 +82,7 @@ class Local(Engine):
     speculative: str | None = None
     batch: int = 0
     videos: bool = False
+    shares: bool = False
     remark: Callable[[Path], str | None] = lambda model: None
 
     def _answer(self, job: Job) -> Run:
@@ -89,9 +91,13 @@ class Local(Engine):
                 f"sample '{filmed.id}' shows a video, and {self.title} is given none; take --engine vllm or hf"
             )
         model = Path(job.model)
+        requests = job.requests
+        if any(request.keep is not None for request in requests) and not self._takes_shares(model):
+            note(f"{model} in {self.title} has no reducer with keep_max: what the data have under 'keep' is left out")
+            requests = [replace(request, keep=None) for request in requests]
         engine: dict[str, Any] = {}
         answers: dict[str, Answer] = {}
-        unanswered, seconds, crashes, restarts, deadly = list(job.requests), 0.0, 0, 0, 0
+        unanswered, seconds, crashes, restarts, deadly = list(requests), 0.0, 0, 0, 0
         refusals = Refusals(str(model), job.settings.refusals)
         while True:
             job.progress(f"{job.label}: starting {self.title}", len(answers), len(job.requests))
@@ -131,6 +137,18 @@ class Local(Engine):
             finally:
                 seconds += time.monotonic() - began if began else 0.0
         return Run(answers, engine | {"restarts": restarts}, round(seconds, 2))
+
+    def _takes_shares(self, model: Path) -> bool:
+        """Whether requests may set the share of visual tokens of a checkpoint here."""
+        from vlmcompress.reduction import block as reducer_block
+        from vlmcompress.reduction.choice import parse_reducer
+
+        if not self.shares:
+            return False
+        if self.reduce:
+            return "keep" in parse_reducer(self.reduce).set_by_requests
+        carried = reducer_block.read_reducer(json_files.read(model / "config.json"))
+        return carried is not None and "keep" in carried.reducer.set_by_requests
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: EngineSettings) -> Generator[dict]:
         job = {

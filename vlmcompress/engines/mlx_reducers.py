@@ -18,7 +18,8 @@ import numpy as np
 
 MROPE = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # ...ForConditionalGeneration
 CLASSES = (*MROPE, "Idefics3", "InternVL", "Llava", "SmolVLM")
-OPTIONS = ("method", "keep", "temperature", "window")  # "temperature", which has one value: of earlier checkpoints
+# "temperature", which has one value: of earlier checkpoints; "keep_max": for requests to vLLM
+OPTIONS = ("method", "keep", "keep_max", "temperature", "window")
 TEMPERATURE = 0.2
 
 
@@ -88,7 +89,8 @@ METHODS = {"coverage": coverage, "divprune": divprune, "pool": pool, "uniform": 
 
 
 def _count(grid: tuple, options: dict) -> int:
-    return math.floor(options.get("keep", 0.5) * math.prod(grid) + 0.5) or math.prod(grid)
+    count = math.floor(options.get("keep", 0.5) * math.prod(grid) + 0.5)
+    return count or (1 if options.get("keep_max") else math.prod(grid))
 
 
 def _kept(index: list[int], n: int) -> np.ndarray:

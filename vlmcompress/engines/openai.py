@@ -141,6 +141,8 @@ class _Session:
         options: dict[str, Any] = {"max_tokens": request.max_tokens or self.job.settings.max_tokens, "temperature": 0.0}
         if self.job.settings.logprobs:
             options |= {"logprobs": True, "top_logprobs": self.job.settings.logprobs}
+        if request.keep is not None:
+            options["extra_body"] = {"mm_processor_kwargs": {"keep": request.keep}}
         sample = f"sample '{request.id}'"
         messages: Any = copy.deepcopy(request.messages)
         for part in Request(request.id, messages).media():  # images and videos as data: addresses

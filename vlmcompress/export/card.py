@@ -24,8 +24,11 @@ from vlmcompress.utils.text import size, smaller
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, unchanged
-QUERY = """ It reads the question: all words of the prompt or, where a server runs with `--trust-request-mm-kwargs`, what a \
-request has under `"mm_processor_kwargs": {"query": "..."}`."""
+BY_REQUESTS = {
+    "query": ' It reads the question: all words of the prompt, or the value of `"mm_processor_kwargs": {"query": "..."}`.',
+    "keep": ' A request may set its own share, up to `keep_max`: `"mm_processor_kwargs": {"keep": 0.75}`.',
+}
+TRUSTED = " vLLM takes such arguments where it runs with `--trust-request-mm-kwargs`."
 MAKER = "vlmcompress"
 _FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
 _LONGEST = 1000  # characters of a value from the original's card
@@ -58,12 +61,13 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     if resize := record["recipe"].get("resize"):
         sections.append(
             f"## Image size\n\nThe processor makes large images smaller: to at most {resize['tokens']:,} visual tokens, in "
-            "every engine. No weight depends on it, and the original's processor undoes it."
+            "engines that follow it. No weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
-        query_aware = QUERY if reducer.reducer.query_aware and record["recipe"].get("engine", "vllm") == "vllm" else ""
+        names = reducer.reducer.set_by_requests if record["recipe"].get("engine", "vllm") == "vllm" else ()
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
-        sections.append("## Visual tokens\n\n" + text + query_aware)
+        text += "".join(BY_REQUESTS[name] for name in names) + (TRUSTED if names else "")
+        sections.append("## Visual tokens\n\n" + text)
     if recovery := record.get("recovery"):
         sections.append("## Recovered\n\n" + _recovery(recovery))
     sections.append("## Use\n\n" + _usage(name, facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +36,7 @@ def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str
     if carried:
         choice = carried.reducer
         reducer = readers.Reducer(
-            " ".join(choice.label.split()), choice.query_aware, recipe.get("engine", "vllm") == "vllm"
+            " ".join(choice.label.split()), choice.set_by_requests, recipe.get("engine", "vllm") == "vllm"
         )
     machine, target_name = None, recipe.get("target")
     if isinstance(target_name, str) and target_name in targets.REGISTRY:
@@ -77,6 +78,19 @@ def _generation(folder: Path) -> dict[str, Any]:
     return {"generation": numbers, "stops": tuple(stops)}
 
 
+def token_limits(processor: Any) -> tuple[int, int] | None:
+    """Least and most visual tokens of an image for image processors that preserve the aspect ratio, which llama.cpp reads
+    from its flags alone; None for others."""
+    least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
+    if least and most:
+        return least, most
+    size, merge = processor.size, getattr(processor, "merge_size", None)
+    if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
+        return None
+    area = (processor.patch_size * merge) ** 2
+    return max(size["shortest_edge"] // area, 1), size["longest_edge"] // area
+
+
 def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
     """Replace `serve/` and return its files. The caller has to update the manifest's hashes.
 
@@ -86,7 +100,11 @@ def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> li
         name: the name under which the checkpoint will be served: that of its final folder.
     """
     facts = launch_facts(json_files.read(folder / "config.json"), record, name)
-    texts = launch.render_launch_files(replace(facts, **_generation(folder)))
+    facts = replace(facts, **_generation(folder))
+    if facts.format == "gguf":
+        with contextlib.suppress(UserError):  # a folder whose processor can't be loaded
+            facts = replace(facts, image_tokens=token_limits(models.load_processor(folder).image_processor))
+    texts = launch.render_launch_files(facts)
     if (folder / MANIFEST).is_file():  # else the folder is being written, and its `serve/` came from the source
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for place, text in texts.items():

@@ -82,6 +82,7 @@ class CalibrationData(TypedDict):
     samples: Count
     sha256: NotRequired[str]
     tokens: NotRequired[dict[str, Count]]
+    fitted: NotRequired[dict[str, Count]]  # those of them that layers were fitted to, where not all
     images: NotRequired[Count]
     image_hashes: NotRequired[list[str]]  # by which an evaluation finds its own images among them
     text: NotRequired[_Text | None]

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         kept_modules,
         kept_mtp,
         keys_are_values,
-        layer_class,
         missing_mtp,
         module_names,
         mtp_blocks,

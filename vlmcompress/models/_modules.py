@@ -37,11 +37,6 @@ def attentions(model: nn.Module, spec: ModelSpec) -> list[str]:
     return [path for path in paths if path in modules]
 
 
-def layer_class(model: nn.Module, spec: ModelSpec) -> str:
-    """Class name of the decoder blocks: what llm-compressor takes as `sequential_targets`."""
-    return type(model.get_submodule(decoder_layers(model, spec)[0])).__name__
-
-
 def resolve_groups(model: nn.Module, spec: ModelSpec) -> list[Group]:
     """The linear groups of all decoder blocks, block by block, in the order in which a block runs them.
 

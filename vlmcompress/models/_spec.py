@@ -185,6 +185,7 @@ class Images:
             folders without one; None: config.json does not determine them.
         sizes: function that lists processor settings with which images have fewer tokens; None if images of all sizes have
             equally many tokens.
+        recommended: the most visual tokens of an image that the family's model cards recommend; None: they recommend nothing.
         video: function of `(processor, frames, width, height)` that computes the grid `(frames, rows, columns)` of a video's
             tokens; raises ValueError for sizes that the processor refuses. None: videos are not counted.
         token_side: function of the model's config: side of the square of patches that merging, pixel shuffle or pooling joins
@@ -203,6 +204,7 @@ class Images:
     placeholders: Callable[[Any], dict[str, Any]] | None = None
     processor: Callable[[Any], Any] | None = None
     sizes: Sizes | None = None
+    recommended: int | None = None
     video: Callable[[Any, int, int, int], tuple[int, int, int]] | None = None
     token_side: Callable[[Any], int] | None = None
     newlines: tuple[str, ...] = ()

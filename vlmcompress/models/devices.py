@@ -200,7 +200,7 @@ def float_products(model: Any) -> contextlib.AbstractContextManager[Any]:
 def widened(module: nn.Module) -> Callable[..., Any]:
     """`module` as a function that computes in float32, if products in its 16-bit type would be emulated; else `module`.
 
-    Its current weights are converted once, and inputs at each call; results have the dtype of the first argument. Hooks on its
+    Its current weights are converted once, and inputs at each call; results have the dtype of the first tensor. Hooks on its
     submodules are still called.
     """
     if not emulated(next(module.parameters()).dtype):
@@ -210,8 +210,9 @@ def widened(module: nn.Module) -> Callable[..., Any]:
     def wide(value: Tensor) -> Tensor:
         return value.float() if value.is_floating_point() else value
 
-    def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        wide_inputs = tree_map_only(Tensor, wide, ((first, *args), kwargs))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        wide_inputs = tree_map_only(Tensor, wide, (args, kwargs))
         return tree_map_only(
             Tensor, lambda tensor: tensor.to(first.dtype), functional_call(module, weights, *wide_inputs)
         )

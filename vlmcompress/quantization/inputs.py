@@ -21,6 +21,7 @@ from vlmcompress.models.data.provenance import data_notes, token_counts
 from vlmcompress.models.data.samples import Sample
 from vlmcompress.models.data.sources import skipped_lines
 from vlmcompress.models.devices import accelerated, accelerator
+from vlmcompress.numerics.statistics.tokens import thinned
 from vlmcompress.quantization.calibration.block_inputs import Refused
 from vlmcompress.quantization.plan.calibration_data import data_reason, data_source, require_balance_data
 from vlmcompress.quantization.plan.plan import Plan, rotation_problems
@@ -74,6 +75,14 @@ class Inputs:
             held_out = reduced(self.vlm, self.held_out, chosen, progress) if self.held_out else []
         origin = self.origin | token_counts(shorter) | {"reduce": scorer_file.carried(chosen).plain()}
         return Inputs(decoder(self.vlm), shorter, origin, self.resize, self.names, held_out)
+
+    def counted(self, tokens: int, seed: int) -> Inputs:
+        """The inputs with an origin that names how many tokens of each modality layers are fitted to, if not to all."""
+        masks = thinned([sample["modality"] for sample in self.samples], tokens, seed)
+        counts = token_counts([{"modality": mask} for mask in masks])["tokens"]
+        if self.origin is None or not self.samples or counts == self.origin["tokens"]:
+            return self
+        return replace(self, origin=self.origin | {"fitted": counts})
 
 
 @contextlib.contextmanager

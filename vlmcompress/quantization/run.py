@@ -20,7 +20,7 @@ from vlmcompress import models
 from vlmcompress.export.manifest import MANIFEST, build
 from vlmcompress.export.write import Checkpoint, Quantized, plan_tensors, write, written_config
 from vlmcompress.models import VLM, Group
-from vlmcompress.models.data.provenance import no_image_note, skipped_notes
+from vlmcompress.models.data.provenance import no_image_note, skipped_notes, token_counts
 from vlmcompress.models.devices import accelerator, full_float32, trim
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.numerics.statistics import kv_range
@@ -135,7 +135,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
                 # Keep the samples only if blocks are run on them (the reducer alone may have needed them), and replace them by
                 # the shorter inputs that the reducer leaves the decoder. Images are freed.
                 inputs = replace(inputs, samples=inputs.samples if plan.observes else [])
-                inputs = inputs.reduced(reducer, progress)
+                inputs = inputs.reduced(reducer, progress).counted(plan.calibration_tokens, recipe.seed)
                 learned = {"reduce": reducer and reducer.plain(), "resize": inputs.resize}
                 work.begin({"samples": inputs.origin, "learned": learned})
                 # Allocate bits: each group of layers gets a width.
@@ -202,17 +202,30 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
         if "block_scales" in method.needs.searches:
             from vlmcompress.quantization.calibration.block_search import search_blocks
 
-            scales = search_blocks(vlm, blocks, samples, method, sensitivities)
+            experts = run.recipe.calibrate.all_experts
+            searched = search_blocks(
+                vlm, blocks, samples, method, sensitivities, all_experts=experts, progress=progress
+            )
+            scales = {key: candidates.best for key, candidates in searched.items()}
         if "ranges" in method.needs.searches:
             from vlmcompress.quantization.calibration import block_clip
 
             method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
-    # "gradient" is not a statistic of inputs and was read above. Added are the Gram matrix, for the reported errors, and, if
-    # inputs are rounded, "absmax", with which the rows are kept that this rounding's error is measured on.
+    # "gradient" is not a statistic of inputs and was read above. Added are, if inputs are rounded, "absmax", with which the
+    # rows are kept that this rounding's error is measured on; and the Gram matrix for errors that the held-out samples do not
+    # show: of a modality that they lack, or of an expert, as none of them may be routed to it.
+    statistics = method.needs.statistics & STATISTICS | ({"absmax"} if method.rounds_inputs else set())
+    measured, occurring = (
+        {name for name, count in token_counts(part)["tokens"].items() if count} for part in (inputs.held_out, samples)
+    )
+    if occurring - measured or any(group.expert is not None for groups in blocks for group in groups):
+        statistics |= {"gram"}
     spec = CaptureSpec(
-        method.needs.statistics & STATISTICS | {"gram"} | ({"absmax"} if method.rounds_inputs else set()),
+        statistics,
         "quantized",
         bool(run.recipe.kv_cache),
+        tokens=run.plan.calibration_tokens,
+        seed=run.recipe.seed,
         all_experts=run.recipe.calibrate.all_experts,
         held_out=len(inputs.held_out),
     )

@@ -78,6 +78,9 @@ class Calibrate(_Frozen):
         skip_bad: how many unusable rows are skipped, each with a note: below 1 a share, else a number.
         text: file of samples without images, of which one is mixed in for each sample of `data`.
         samples: how many samples to take, those of `text` included.
+        tokens: how many tokens layers are fitted to, drawn from each sample and modality in proportion; None: 32 for each
+            input of the decoder's widest layer and at least 65,536, or all, for mixtures of experts, a `balance`, and schemes
+            that read maxima; 0: all.
         max_length: longest sample in tokens; None: the model's context.
         all_experts: feed every expert of a mixture all tokens, not only those routed to it.
     """
@@ -87,6 +90,7 @@ class Calibrate(_Frozen):
     skip_bad: float = Field(default=0, ge=0, le=MOST)
     text: str | None = None
     samples: int = Field(default=128, ge=1, le=MOST)
+    tokens: int | None = Field(default=None, ge=0, le=MOST)
     max_length: int | None = Field(default=None, ge=1, le=MOST)
     all_experts: bool = False
 

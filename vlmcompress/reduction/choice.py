@@ -74,6 +74,12 @@ class ReducerChoice:
         return "query" in self.reducer.NEEDS
 
     @property
+    def set_by_requests(self) -> tuple[str, ...]:
+        """Names of the processor arguments that a request to vLLM may set."""
+        keep = self.reducer.keep_max is not None
+        return ("query",) * self.query_aware + ("keep",) * keep
+
+    @property
     def takes_count(self) -> bool:
         """Whether the number of kept tokens depends on the image but can be set by the caller."""
         return self.reducer.COUNT == "adaptive" and self.reducer.STAGE == "encoder"
@@ -126,6 +132,32 @@ class ReducerChoice:
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
         parts += [f"{name}={texts[name]}" for name, value in settings.items() if value != getattr(default, name)]
         return f"{self.method}:{','.join(parts)}" if parts else self.method
+
+    def requested(self, keep: Any) -> float:
+        """Check the share, or number of tokens, that a request sets for its images. ValueError if it may not set it."""
+        from vlmcompress.reduction.methods import LEAST_SHARE, MOST
+
+        most = self.reducer.keep_max
+        if most is None:
+            raise ValueError(f"{self} has no 'keep_max', up to which requests may set 'keep'; leave it out")
+        number = type(keep) in (int, float)
+        if not number or not (LEAST_SHARE <= keep <= most or (1 < keep <= MOST and keep == int(keep))):
+            raise ValueError(
+                f"'keep' must be a share above 0 and at most {most:g}, or a number of tokens from 2, got {reprlib.repr(keep)}"
+            )
+        return float(keep)
+
+    def keeping(self, keep: float, tokens: int) -> ReducerChoice:
+        """This reducer with what a request set: a share or, above 1, the most tokens that an image of `tokens` keeps."""
+        share = keep if keep <= 1 else min(keep / tokens, self.reducer.keep_max or 1)
+        options: Any = self.reducer
+        return ReducerChoice(self.method, dataclasses.replace(options, keep=share))
+
+    @property
+    def largest(self) -> ReducerChoice:
+        """This reducer with the largest share that a request may set, for which vLLM reserves memory."""
+        most = self.reducer.keep_max
+        return self if most is None else self.keeping(most, 1)
 
     def left(self, grid: Grid, blocks: int) -> list[int] | None:
         """Count a grid's tokens in each of a language model's `blocks`; None where that depends on what the image shows."""

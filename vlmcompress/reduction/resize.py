@@ -12,8 +12,8 @@ METHOD = "resize"
 
 
 class Resize(BaseModel):
-    """Images made smaller before the encoder. It is part of the processor's settings, so every engine applies it without a
-    plugin.
+    """Images made smaller before the encoder. It is part of the processor's settings, so engines that follow these apply it
+    without a plugin.
 
     Attributes:
         keep: share of the calibration images' visual tokens; the largest setting that leaves at most this share is used.

@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor
 from vlmcompress import models
 from vlmcompress.models import Layout, ModelSpec, Piece, square_patches
 from vlmcompress.reduction.choice import ReducerChoice
+from vlmcompress.reduction.hooks.resizing import ceiling_note
 from vlmcompress.reduction.hooks.views import tokens_left
 from vlmcompress.reduction.support import chooses_images
 from vlmcompress.utils.errors import UserError
@@ -69,7 +70,7 @@ class CountRule:
     """The rule of one model to `count` the visual tokens of pictures.
 
     Attributes:
-        notes: assumptions, as messages.
+        notes: assumptions, and a processor's limit far above what the model's card recommends, as messages.
     """
 
     def __init__(self, path: Path, config: Any, spec: ModelSpec | None):
@@ -84,6 +85,8 @@ class CountRule:
             self.processor: Any = models.load_processor(path)
         except UserError:
             self.processor, self.notes = _stand_in(path, config, spec)
+        if note := ceiling_note(spec, self.processor):
+            self.notes = (*self.notes, note)
 
     def count(self, pictures: Pictures) -> Counted:
         """Count the tokens of pictures. UserError for sizes that the processor refuses, or for a video if the family's are not

@@ -26,7 +26,7 @@ from vlmcompress.utils.model_folder import ADAPTER_CONFIG, processing_files, wei
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_PACKAGES = ("vlmcompress", "torch", "transformers", "llmcompressor", "compressed-tensors", "safetensors")
+_PACKAGES = ("vlmcompress", "torch", "transformers", "compressed-tensors", "safetensors")
 
 
 def versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from vlmcompress.utils import distributed
@@ -60,6 +61,8 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
         name = type(error).__name__
         if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
+        if isinstance(error, ModuleNotFoundError):
+            remedy = f"; install {error.name}"
         raise kind(f"{what} ({error_text(error)}){remedy}") from error
 
 
@@ -89,16 +92,10 @@ def path_problem(error: BaseException) -> str | None:
 
 def memory_problem(error: BaseException) -> str | None:
     """The message for an error that a lack of memory caused, whatever it was converted to; None for other errors."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if (
-            isinstance(cause, MemoryError)
-            or type(cause).__name__ == "OutOfMemoryError"
-            or _NO_MEMORY.search(str(cause))
-        ):
-            break
-        cause = cause.__cause__ or cause.__context__
-    else:
+    if not any(
+        isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(cause))
+        for cause in _causes(error)
+    ):
         return None
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if finite := [limit for limit in limits if limit != resource.RLIM_INFINITY]:
@@ -107,6 +104,35 @@ def memory_problem(error: BaseException) -> str | None:
             "have to fit whole; raise the limits (ulimit -v and -d) to the model's size and 4 GB more"
         )
     return "out of memory; use fewer --samples or a larger machine (see --dry-run)"
+
+
+def misfit_problem(error: BaseException) -> str | None:
+    """The message for an error that torchvision or torchaudio raised while it was imported, as a build for another torch
+    does; None for other errors. transformers imports both where they are installed, and ends with an error of its own."""
+    for cause in _causes(error):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        importing = {frame.f_globals.get("__name__") for frame in frames if frame.f_code.co_name == "<module>"}
+        if package := next((name for name in ("torchvision", "torchaudio") if name in importing), None):
+            break
+    else:
+        return None
+    torch = metadata.version("torch")
+    release, _, build = torch.partition("+")
+    remedy = "pip uninstall torchaudio, which only sound needs"
+    if package == "torchvision":
+        major, minor, *patch = release.split(".")
+        # pytorch.org's table: torchvision 0.15 is that of torch 2.0, and both count up together
+        fitting = ".".join(["0", str(int(minor) + 15), *patch]) if major == "2" else ""
+        index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+        remedy = f"pip install --force-reinstall --no-deps torchvision{fitting and f'=={fitting}'}{index}"
+    return f"{package} {metadata.version(package)} does not fit torch {torch} ({error_text(cause)}); {remedy}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from or while handling, in turn."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _quoted(name: object) -> str:

@@ -41,7 +41,8 @@ Counting: Any = _Counting
 def checkpoints(tmp_path):
     """Two checkpoints, of which the second carries a reducer, and questions about one image and none."""
     rows = [
-        {"id": str(i), "question": f"{i}?", "answer": f"{i}?", "image": picture(tmp_path, f"{i}.png")} for i in range(3)
+        {"id": str(i), "question": f"{i}?", "answer": f"{i}?", "image": picture(tmp_path, f"{i}.png"), "keep": 0.5}
+        for i in range(3)
     ]
     data = write_rows(tmp_path / "data.jsonl", *rows, {"id": "3", "question": "3?", "answer": "3?"})
     full, less = checkpoint(tmp_path / "full"), checkpoint(tmp_path / "less")
@@ -52,7 +53,14 @@ def checkpoints(tmp_path):
 
 def test_tokens_of_both_sides_are_compared(checkpoints, tmp_path):
     full, less, data = checkpoints
-    results = evaluate(less, full, [None], data, EvalOptions(Counting(20), Counting(80)))
+    engine = Counting(20)
+    results = evaluate(less, full, [None], data, EvalOptions(engine, Counting(80)))
+    assert sorted((request.id, request.keep) for request in engine.asked) == [
+        ("0", 0.5),
+        ("1", 0.5),
+        ("2", 0.5),
+        ("3", None),
+    ]
     (suite,) = results.suites
     assert suite.prompt_tokens == (280, 100) and suite.visual_tokens == (240, 60)
     assert (results.baseline.reducer, results.candidate.reducer) == ("", "dart:0.25")

@@ -73,6 +73,15 @@ def test_the_verdict_states_what_was_shown(changes: dict[str, Any], sentence: st
     assert words.verdict_text(comparison("awq", **changes)) == sentence
 
 
+@pytest.mark.parametrize(("low", "suspicious"), [(0.0099, False), (0.0101, True)])
+def test_a_gain_beyond_the_margin_is_suspicious(low: float, suspicious: bool) -> None:
+    """Beside the verdict, which it does not change: the candidate can't be worse, but the baseline may be broken."""
+    better = comparison("fp8", low=low, high=0.05, difference=0.03)
+    (line, *_) = Findings(make_results(suites=[make_suite(overall=better)], gate=None)).headline
+    assert line.startswith("Accuracy rose: +3.0 points")
+    assert ("Suspiciously better: a gain of more than 1 point is shown" in line) is suspicious
+
+
 def test_verdict_when_nothing_would_decide() -> None:
     assert "show a drop of 0.6 points four times in five" in words.verdict_text(comparison("small", needed=None))
 

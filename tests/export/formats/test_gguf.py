@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kit.launching import called
 from tests.kit.tiny import build
 from vlmcompress.cli import main
 from vlmcompress.export.formats import Parts
@@ -22,6 +23,7 @@ from vlmcompress.utils.registry import FORMATS
 from vlmcompress.utils.tensor_headers import Spec
 
 ROWS, COLUMNS = 48, 256
+QUANTIZE = ("--scheme", "rtn", "--format", "gguf", "--reduce", "resize:tokens=6")
 FORMS = [
     ("Q4_0", Format("int", 4, 32)),
     ("Q4_0", Format("int", 4, 128)),
@@ -94,7 +96,7 @@ def written(tmp_path_factory):
     """A tiny Qwen2-VL and its GGUF with rounded 4-bit weights."""
     folder = tmp_path_factory.mktemp("gguf")
     source = build("qwen2_vl", folder / "source")
-    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(folder / "out")]) == 0
+    assert main(["quantize", str(source), *QUANTIZE, "-o", str(folder / "out")]) == 0
     return source, folder / "out"
 
 
@@ -155,7 +157,7 @@ def test_matrices_of_a_tower_have_8_bits_where_llama_cpp_quantizes_them(mmproj, 
 
 def test_equal_inputs_give_equal_files(written, tmp_path):
     source, out = written
-    assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "again")]) == 0
+    assert main(["quantize", str(source), *QUANTIZE, "-o", str(tmp_path / "again")]) == 0
     for name in ("model.gguf", "mmproj.gguf"):
         again = (tmp_path / "again" / name).read_bytes()
         # the file has the name of the source's folder only
@@ -167,6 +169,14 @@ def test_the_format_gives_the_group_size_unless_the_recipe_does(written):
     record = json.loads((out / "vlmcompress.json").read_text())
     assert record["recipe"]["options"]["group_size"] == 32
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "gguf"
+
+
+def test_the_script_has_the_limits_of_the_processor(written):
+    """What `resize` asked for reaches llama.cpp, which reads it from its flags alone; the least is the source's: 4 tokens."""
+    program, flags, _ = called(written[1] / "serve" / "llamacpp.sh")
+    least = flags.index("--image-min-tokens")
+    assert program == "llama-server" and flags[least : least + 4][1::2] == ["4", "6"]
+    assert flags[least + 2] == "--image-max-tokens"
 
 
 def test_scores_order_merges_as_sentencepiece_does():

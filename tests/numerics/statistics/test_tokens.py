@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from vlmcompress.numerics.statistics.balance import MODALITIES
-from vlmcompress.numerics.statistics.tokens import Reservoir, split_modalities, splits
+from vlmcompress.numerics.statistics.tokens import Reservoir, split_modalities, splits, thinned
 
 
 def test_a_reservoir_draws_uniformly_whatever_the_batches():
@@ -72,6 +72,31 @@ def test_splits_do_not_depend_on_batches():
         assert None not in alone[name] and len(set(alone[name])) == 8
         every = [(s, t) for s, mask in enumerate(masks()) for t in range(mask.numel()) if mask[0, t] == code]
         assert drawn([[3, 0], [1, 2, 4], [5], [6]], 100, seed=0)[name] == every + [None] * (100 - len(every))
+
+
+def test_thinned_masks_keep_proportions():
+    """Exactly so many tokens stay; of each modality of each sample its share, rounded up or down, every one of them as likely;
+    and the sum over modalities and samples is not off by what each is rounded."""
+    whole = masks()
+    total = sum(int((mask > 0).sum()) for mask in whole)
+    hits = [torch.zeros(mask.shape) for mask in whole]
+    for seed in range(400):
+        kept = thinned(whole, 25, seed)
+        assert sum(int((mask > 0).sum()) for mask in kept) == 25
+        for before, after, hit in zip(whole, kept, hits, strict=True):
+            assert after.shape == before.shape and torch.equal(after[after > 0], before[after > 0])
+            for code in (1, 2, 3):
+                assert abs(int((after == code).sum()) - int((before == code).sum()) * 25 / total) < 1
+            hit += after > 0
+        for code in (1, 2, 3):
+            stay, share = (sum(int((mask == code).sum()) for mask in part) for part in (kept, whole))
+            assert abs(stay - share * 25 / total) < 1
+    for before, hit in zip(whole, hits, strict=True):
+        for code in (1, 2, 3):
+            drawn = hit[before == code]
+            assert drawn.numel() == 0 or float((drawn - drawn.mean()).abs().max()) < 4.5 * math.sqrt(400 / 4)
+    assert all(a is b for tokens in (0, total, total + 1) for a, b in zip(thinned(whole, tokens), whole, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(thinned(whole, 25, 0), thinned(whole, 25, 1), strict=True))
 
 
 def test_a_batch_of_one_kind_needs_no_index():

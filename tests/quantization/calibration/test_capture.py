@@ -12,6 +12,7 @@ from tests.kit.batched_samples import samples, wide
 from vlmcompress.models import VLM, Expert, decoder_blocks
 from vlmcompress.models.data import encode
 from vlmcompress.numerics.statistics.inputs import MODALITIES, STATISTICS
+from vlmcompress.numerics.statistics.tokens import thinned
 from vlmcompress.quantization.calibration import block_inputs
 from vlmcompress.quantization.calibration.capture import CaptureSpec, capture_blocks
 from vlmcompress.quantization.calibration.routed import routed_to_all
@@ -83,6 +84,30 @@ def test_statistics_are_those_of_the_reduced_model(model, loaded):
     rows = reduced(vlm, encode(samples(), vlm), parse_reducer("uniform:0.5"))
     after = decoder(vlm)
     same(after, rows, CaptureSpec(STATISTICS), inputs(after, rows))
+
+
+@pytest.mark.parametrize("model_name", ["llava", "qwen3_vl_moe"])
+def test_statistics_of_some_tokens(model_name, loaded):
+    """Oracle: the whole model's rows of the tokens that `thinned` leaves, the same in all layers, experts included. As many
+    tokens as there are, or more, change no bit."""
+    vlm = wide(loaded(model_name))
+    batches, spec = encode(samples(), vlm), CaptureSpec(STATISTICS, "quantized", seed=5, all_experts=True)
+    masks = [batch["modality"] for batch in batches]
+    tokens = sum(int((mask > 0).sum()) for mask in masks)
+    fewer = [
+        {**batch, "modality": mask} for batch, mask in zip(batches, thinned(masks, tokens // 3, seed=5), strict=True)
+    ]
+    with routed_to_all(vlm.model):
+        expected = inputs(vlm, fewer)
+    same(vlm, batches, replace(spec, tokens=tokens // 3), expected)
+    blocks = decoder_blocks(vlm.model, vlm.spec)
+    every, *same_again = (
+        [captured for _, captured in capture_blocks(vlm, blocks, batches, replace(spec, tokens=count))]
+        for count in (0, tokens, tokens + 1)
+    )
+    for again in same_again:
+        for expected, captured in zip(every, again, strict=True):
+            assert all(torch.equal(x.gram(), captured.stats[name].gram()) for name, x in expected.stats.items())
 
 
 @pytest.mark.parametrize("model_name", ["llava", "qwen3_vl", "lfm2_vl"])

@@ -167,26 +167,6 @@ def test_problems(models, settings, message):
         make_plan(recipe(models["llava"], **settings))
 
 
-def test_the_published_search_cannot_follow_tokens_to_experts(tmp_path):
-    source = tiny.build("qwen3-vl-moe", tmp_path / "source")
-    with pytest.raises(UserError, match="cannot follow tokens to experts; use --set options.objective=gram"):
-        make_plan(recipe(source, scheme="mbq"))
-    assert make_plan(recipe(source, scheme="awq")).needs_data
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"), [({}, ", or use --set options.objective=gram"), ({"activations": 8}, "")], ids=str
-)
-def test_the_published_search_needs_its_package(models, monkeypatch, options, advice):
-    """Nothing is read before; the search by Gram matrices, where there is one, needs no package."""
-    monkeypatch.setattr(problems_module, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"pip install '\.\[block-search\]' in the checkout of vlmcompress" + f"{advice}$"
-    ):
-        make_plan(recipe(models["llava"], scheme="mbq", options=options))
-    assert make_plan(recipe(models["llava"], scheme="mbq", options={"objective": "gram"})).needs_data
-
-
 def test_mlx_files_have_a_size_of_groups_that_divides_head_and_embedding(tmp_path):
     """MLX groups 64 columns by default, and 96 are groups of 32. What vLLM's class of Qwen3.5 cannot read is no problem."""
     source = tiny.build("qwen3-5", tmp_path / "source", hidden_size=96)

@@ -133,7 +133,7 @@ def test_every_calibrating_scheme_runs_with_a_reducer(world, built, tmp_path, na
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
 def test_a_reducer_that_keeps_everything_changes_nothing(world, built, tmp_path, kind):
-    """Up to rounding: llm-compressor runs the encoder with another attention kernel."""
+    """Up to rounding: the encoder runs sample by sample instead of in batches."""
     collected = []
     for name, extra in (("plain", {}), ("whole", {"reduce": "uniform:1"})):
         keys = {"scheme": "gptq", "options": {"group_size": 64}}

@@ -140,7 +140,9 @@ ENGINE = Local(
     module=Path(__file__).with_name("worker.py"),
     interpreter=interpreter,
     environment=lambda: environment(VLLM_LOGGING_LEVEL="WARNING", VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-    advice=f"install vlmcompress[serve] (GPU) or [serve-cpu] there, or point {PYTHON_VARIABLE} to a Python that has it",
+    advice="pip install '.[serve]' (GPU) or '.[serve-cpu]' in the checkout of vlmcompress, "
+    f"or point {PYTHON_VARIABLE} to a Python that has it",
     videos=True,
+    shares=True,
     remark=slow,
 )

@@ -63,7 +63,9 @@ def answers(llm, requests, job: dict):
         sampling = SamplingParams(temperature=0.0, max_tokens=limit, logprobs=settings["logprobs"] or None)
         try:
             # vllm/entrypoints/llm.py::LLM.enqueue_chat renders the prompt and raises if it is refused.
-            (name,) = llm.enqueue_chat([with_frames(request["messages"])], sampling, use_tqdm=False)
+            keep = None if request["keep"] is None else {"keep": request["keep"]}
+            messages = [with_frames(request["messages"])]
+            (name,) = llm.enqueue_chat(messages, sampling, use_tqdm=False, mm_processor_kwargs=keep)
         except Exception as error:
             refused.append((request["id"], error))
             if len(refused) > settings["refusals"]:

@@ -175,6 +175,7 @@ def key(identity: Identity, request: Request, settings: EngineSettings) -> str:
     """The journal key of an answer. Images are named by content (`lm.write_image`), so their folder is left out."""
     limits = {name: getattr(settings, name) for name in SETTINGS}
     limits["max_tokens"] = settings.max_tokens if request.max_tokens is None else request.max_tokens
+    limits |= {} if request.keep is None else {"keep": request.keep}
     what = [asdict(identity), without_folders(request.messages), limits]
     return json_digest(what)
 

@@ -76,7 +76,7 @@ class EngineLM(LM):
         stops = {}
         for identity, instance in zip(ids, requests, strict=True):
             stops[identity], request = self._request(identity, *instance.args)
-            self.requests[identity] = request
+            self.requests[identity] = replace(request, keep=instance.doc.get("keep"))
         answers = self._ask([self.requests[identity] for identity in dict.fromkeys(ids)])
         # A server's chat template is unknown: it opens thoughts if some answers only close them.
         begun = any(self._thoughts.ends_without_beginning(answer.text) for answer in answers.values())
@@ -208,6 +208,7 @@ class Conversations(ConfigurableTask):
                 "references": list(sample.references) or [sample.answer or ""],
                 "images": sample.images,
                 "videos": sample.videos,
+                "keep": sample.keep,
                 "turns": sample.prompt(),
             }
             for sample, identity in zip(samples, ids, strict=True)

@@ -252,6 +252,8 @@ def _encoder_bytes(
         return 0
     largest = max(counted.largest, 1)
     if request.reduce and left is not None and counted.tokens:
+        if model.spec:  # vLLM reserves what a request may set
+            left = kept_tokens(counted, request.reduce.largest, model.spec) or left
         largest = math.ceil(largest * left / counted.tokens)
     # vLLM 0.32 `v1/core/encoder_cache_manager.py`: the cache holds a step's tokens, or one image where that is larger. Of
     # each it holds all levels (`models/qwen3_vl.py`, `models/granite4_vision.py`: `embed_multimodal`).

@@ -82,7 +82,8 @@ class Findings:
         elif several and self.verdict:
             lines.append(f"Accuracy: {words.tally(self.verdict, [s.suite.overall.verdict for s in self.suites])}.")
         for s in self.suites:
-            sentences = [words.verdict_text(s.overall), *words.doubt(s.suite), *words.calibrated(s.suite)]
+            sentences = [words.verdict_text(s.overall), *words.gained(s.overall), *words.doubt(s.suite)]
+            sentences += words.calibrated(s.suite)
             lines.append(f"{s.suite.name}: " * several + " ".join(sentences))
         lines += [f"{s.suite.name}: " * several + line for s in self.suites for line in s.fallen]
         before, after = results.baseline.weight_bytes, results.candidate.weight_bytes

@@ -163,6 +163,16 @@ def doubt(suite: Suite) -> list[str]:
     return [f"The verdict means little, as the baseline itself {' and '.join(reasons)} of the samples: {remedy}."]
 
 
+def gained(c: Comparison) -> list[str]:
+    """A sentence on a gain of more than the margin, as a sign of a broken baseline, if one is shown. The verdict stays."""
+    if c.low <= c.margin:
+        return []
+    return [
+        f"Suspiciously better: a gain of more than {margin(c.margin)} is shown, which compression does not explain; look for "
+        "a fault of the baseline in its answers, prompt, engine or token limit."
+    ]
+
+
 def calibrated(suite: Suite) -> list[str]:
     """A sentence on samples with images that the candidate was calibrated on, if there are any."""
     # None is unknown (another tool's checkpoint), 0 is none; neither needs a sentence.

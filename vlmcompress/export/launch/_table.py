@@ -74,7 +74,14 @@ SERVERS = {
         "the files are loaded by our tests in llama.cpp's server (xllamacpp); flags by hand on 2026-11-25",
         'llama-server --model "$MODEL/model.gguf" --mmproj "$MODEL/mmproj.gguf"',
         8080,
-        lambda facts: ["--alias", facts.name, "--jinja"],
+        lambda facts: [
+            *("--alias", facts.name, "--jinja"),
+            *(
+                ["--image-min-tokens", f"{limits[0]}", "--image-max-tokens", f"{limits[1]}"]
+                if (limits := facts.image_tokens)
+                else ()
+            ),
+        ],
     ),
     "lmdeploy": Server(
         "LMDeploy 0.18.0",

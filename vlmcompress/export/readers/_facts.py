@@ -63,10 +63,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Reducer:
-    """A checkpoint's reducer: its label, whether it is query-aware, whether vLLM serves it."""
+    """A checkpoint's reducer: its label, what requests may set (`ReducerChoice.set_by_requests`), whether vLLM serves it."""
 
     label: str
-    query_aware: bool
+    set_by_requests: tuple[str, ...]
     served: bool
 
 
@@ -89,6 +89,7 @@ class LoadFacts:
         code: whether the checkpoint includes Python code.
         draft: method of speculative decoding by the checkpoint's own head; empty: it has none.
         splits: numbers of GPUs over which its layers can be split; None: any that divides the heads.
+        image_tokens: least and most visual tokens of an image by the processor; None: unknown, or of no such kind.
         generation: numbers of generation_config.json; stops: texts of the tokens that end an answer.
     """
 
@@ -108,6 +109,7 @@ class LoadFacts:
     machine: Machine | None = None
     reducer: Reducer | None = None
     splits: tuple[int, ...] | None = None
+    image_tokens: tuple[int, int] | None = None
     generation: Mapping[str, float] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
 

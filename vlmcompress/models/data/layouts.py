@@ -118,7 +118,8 @@ def prompted(names: Collection[str], columns: Mapping[str, str]) -> str | None:
 
 
 def standard_row(row: Row, columns: Mapping[str, str], question: str | None = None) -> Row:
-    """A row with the columns `images`, `videos`, `question`, `answer`, `messages`, `conversations`, `family` and `references`.
+    """A row with the columns `images`, `videos`, `question`, `answer`, `messages`, `conversations`, `family`, `references` and
+    `keep`.
 
     Args:
         columns: field (of `FIELDS`) -> the column that it is read from.
@@ -139,7 +140,7 @@ def standard_row(row: Row, columns: Mapping[str, str], question: str | None = No
 
     images = first("image", IMAGES)
     turns = first("messages", TURNS)
-    standardized: Row = {"family": first("family", ("family",)), "question": question}
+    standardized: Row = {name: first(name, (name,)) for name in ("family", "keep")} | {"question": question}
     standardized |= (
         {"video": row.get(columns["video"])} if "video" in columns else {name: rest.get(name) for name in VIDEOS}
     )

@@ -3,7 +3,8 @@
 Columns (`layouts` converts those of public data sets): `image` (or `images`): nothing, a path, bytes, base64, `{"bytes": ...,
 "path": ...}` as the `datasets` library stores an image, or a list of those. `video` (or `videos`, a list): the same of a
 video's file, or a list of images, its frames. `question` and, if known, `answer`; or `messages` in OpenAI's style; or
-`conversations` as LLaVA and ShareGPT have them, turns `{"from": "human", "value": ...}`. Optional `id`, `family`.
+`conversations` as LLaVA and ShareGPT have them, turns `{"from": "human", "value": ...}`. Optional `id`, `family`,
+`keep` (the share of visual tokens, for a reducer with `keep_max`).
 
 Which image or video goes where: a content part with a source shows that one; a part without one takes the column's next. If
 there are no such parts, the column's images replace the `<image>` marks in the texts (videos: `<video>`), as in LLaVA's data,
@@ -228,6 +229,7 @@ class Sample:
         videos: in the order in which the conversation shows them.
         references: several people's answers, including `answer`; empty if the data have one answer.
         row_id: the id in the data; None if there is none.
+        keep: the share, or number, of its images' tokens that a reducer keeps, checked by the engine; None: the reducer's own.
     """
 
     id: str
@@ -241,6 +243,7 @@ class Sample:
     videos: Sequence[Video] = ()
     references: tuple[str, ...] = ()
     row_id: str | None = None
+    keep: Any = None
 
     @property
     def visual(self) -> bool:
@@ -312,6 +315,7 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
         origin=origin,
         videos=tuple(sources["video"]),
         references=tuple(row.get("references") or ()),
+        keep=row.get("keep"),
     )
 
 

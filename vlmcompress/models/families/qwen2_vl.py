@@ -97,6 +97,7 @@ SPEC = ModelSpec(
         placeholders=placeholders,
         processor=image_processor,
         sizes=sizes,
+        recommended=1280,  # "such as a token range of 256-1280": cards of Qwen2-VL-7B-Instruct, Qwen2.5-VL-7B-Instruct
         video=video,
         token_side=attrgetter("vision_config.spatial_merge_size"),
         positions="mrope",

@@ -44,6 +44,13 @@ class Split:
         drawn = {name: (sent(places), sent(index)) for name, (places, index) in self.drawn.items()}
         return replace(self, rows=rows, drawn=drawn)
 
+    def codes(self, device: torch.device) -> Tensor:
+        """The modality of each row, as in `split_modalities`: `[tokens]`."""
+        codes = torch.zeros(self.tokens, dtype=torch.uint8, device=device)
+        for name, index in self.rows.items():
+            codes[slice(None) if index is None else index] = 1 + MODALITIES.index(name)
+        return codes
+
 
 def split_modalities(mask: Tensor) -> Split:
     """Split a batch by the modality of its tokens, `[...]`: 0 ignored, 1 text, 2 vision, 3 answer. No rows are drawn."""
@@ -92,6 +99,32 @@ def splits(
             batch_split.drawn[name] = places, start[places] + owners[name][places, 1]
         all_splits.append(batch_split)
     return all_splits
+
+
+def thinned(masks: Sequence[Tensor], tokens: int, seed: int = 0) -> list[Tensor]:
+    """Ignore all but `tokens` of the samples' tokens, drawn uniformly from each modality of each sample in proportion.
+
+    What stays of a modality, and of a modality of a sample, is its share rounded up or down. Padding and the batches in which
+    samples run do not matter.
+
+    Args:
+        masks: modality of each sample's tokens, any shape; 0 where a token is ignored already.
+        tokens: number that stays; 0, or at least as many as there are: all, and `masks` are returned unchanged.
+        seed: seed of the draw.
+    """
+    total = sum(int((mask > 0).sum()) for mask in masks)
+    if not 0 < tokens < total:
+        return list(masks)
+    kept, random = [torch.zeros_like(mask) for mask in masks], torch.Generator().manual_seed(seed)
+    before = 0  # tokens of the modalities and samples so far: of the first n exactly n * tokens // total stay
+    for code in range(1, 1 + len(MODALITIES)):
+        for mask, sample in zip(masks, kept, strict=True):
+            index = (mask.reshape(-1) == code).nonzero().squeeze(1)
+            count = (before + len(index)) * tokens // total - before * tokens // total
+            before += len(index)
+            chosen = index[torch.randperm(len(index), generator=random)[:count].to(index.device)]
+            sample.view(-1)[chosen] = code
+    return kept
 
 
 class Reservoir:

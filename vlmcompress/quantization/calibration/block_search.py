@@ -1,128 +1,237 @@
-"""MBQ's search for smoothing scales as published: by the error of the block's output, re-running the block for every candidate.
+"""MBQ's search for smoothing scales as published: by the error of a module's output, which runs again for every candidate.
 
-llm-compressor's `AWQModifier` has the machinery: it remembers the arguments of a block's modules, re-runs them and folds the
-scales found into the model. `BlockSearch` puts MBQ's candidates and losses into it, and mappings scoped to the decoder (its
-defaults match the vision towers of several families). It modifies its model, so it gets a copy, and only the scales are used.
-This takes twice the memory and many times the arithmetic of the Gram form.
+The inputs of the decoder's blocks are captured (`calibration.block_inputs`), and batches go through the blocks of the
+unquantized model. In each block the calls of the module around a group's layers are recorded: attention for q/k/v, the MLP for
+gate and up; a layer that is alone in its group is its own module. Then the module runs on them with the layers as an engine
+would compute them. A module that computes each token by itself, as MLPs do, runs only on tokens in the loss.
 
-`BlockSearch` uses private parts of `AWQModifier` in llm-compressor 0.14: it replaces `_compute_best_scale` and calls
-`_run_samples` and `_smooth_activation_stats` (its test fails if they change).
-
-`run_oneshot` drives llm-compressor's sequential pipeline, which cuts the model into one subgraph per decoder block and runs the
-calibration set through each, sample by sample. The modality of each token is passed in the field that llm-compressor calls
-`loss_mask`.
+Memory: hidden states, the inputs and outputs of one group's module (of all experts' together) for all samples, and the blocks'
+other arguments (positions, masks). Time: `grid + 1` runs of each module, some 30 passes through the decoder by default.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from llmcompressor import oneshot
-from llmcompressor.core import active_session
-from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-from llmcompressor.pipelines.cache import IntermediatesCache
-from pydantic import PrivateAttr
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_map_only
 
 from vlmcompress import models
-from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.models import VLM, Group
-from vlmcompress.models.data.encode import PIXELS
-from vlmcompress.models.devices import replaced_forward
+from vlmcompress.models.devices import accelerator, emulated, replaced_forward, resident, sent, widened
 from vlmcompress.numerics import Scheme, fake_quantize, find_params, round_activations
 from vlmcompress.numerics.statistics.balance import MODALITIES, Sensitivity
+from vlmcompress.quantization.calibration.block_inputs import TOKENS, Batch, StopForward, capture_block_inputs
+from vlmcompress.quantization.calibration.routed import routed_to_all
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.schemes import mbq
+from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.progress import Progress, silent
+
+Key = tuple[int, str]
+_WEIGHED = ("vision", "answer")  # modalities in the loss
+_CODES = [MODALITIES.index(name) + 1 for name in _WEIGHED]
 
 
-class BlockSearch(AWQModifier):
-    """MBQ's search by the error of a block's output. Tokens need their modality as `loss_mask`.
+@dataclass(frozen=True)
+class Searched:
+    """Candidates of a group: `scales`, each `[in]`, and their losses."""
+
+    scales: list[Tensor]
+    losses: list[float]
+
+    @property
+    def best(self) -> Tensor:
+        """The scale with the smallest loss."""
+        return self.scales[self.losses.index(min(self.losses))]
+
+
+@torch.no_grad()
+def search_blocks(
+    vlm: VLM,
+    blocks: Sequence[Sequence[Group]],
+    samples: Sequence[dict[str, Tensor]],
+    method: QuantMethod,
+    sensitivities: Mapping[Key, Sensitivity],
+    *,
+    all_experts: bool = False,
+    progress: Progress = silent,
+) -> dict[Key, Searched]:
+    """Search smoothing scales by (block, group), for the groups that can be smoothed; the model is unchanged.
+
+    Args:
+        blocks: the groups of each decoder block, optionally followed by the output head's.
+        samples: from `encode`.
+        method: scheme `mbq` with `objective: mae`; groups with another scheme are left out.
+        sensitivities: (block, group) -> sensitivity.
+        all_experts: run every expert of a mixture on all tokens. Otherwise an expert to which no token in the loss is routed
+            is left out.
+        progress: called with (label, done, total).
+
+    Raises:
+        UserError: the samples have neither visual nor answer tokens, or a module's output holds NaN or Inf.
+    """
+    batches = capture_block_inputs(vlm, samples, progress)
+    device, searched = accelerator() or vlm.model.device, dict[Key, Searched]()
+    paths = models.decoder_layers(vlm.model, vlm.spec)
+    for layer, path in enumerate(paths):
+        block = vlm.model.get_submodule(path)
+        groups = [g for g in blocks[layer] if g.smooth and "block_scales" in method.of(g).needs.searches]
+        with resident(block, device), routed_to_all(block) if all_experts else contextlib.nullcontext():
+            forward = widened(block)
+            # Memory holds the calls of one group's module, or of all experts', which together get few rows of each token. The
+            # last group's are recorded on the way to the next block.
+            units = [list(unit) for _, unit in itertools.groupby(groups, key=lambda group: group.unit)] or [[]]
+            for unit in units:
+                for calls in _record(vlm.model, forward, layer, unit, batches, device, advance=unit is units[-1]):
+                    key = layer, calls.group.name
+                    if (result := calls.search(method.of(calls.group), sensitivities[key].rho)) is not None:
+                        searched[key] = result
+        progress("searching scales", layer + 1, len(paths))
+    return searched
+
+
+def _record(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    layer: int,
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    device: torch.device,
+    *,
+    advance: bool,
+) -> list[_Calls]:
+    """Record the calls of some groups' modules when a block runs on all batches: of one group, or of experts'.
+
+    Args:
+        advance: whether batches advance to the next block.
+    """
+    recorded = [_Calls(model, group, device, stops=not advance) for group in groups]
+    with contextlib.ExitStack() as stack:
+        for calls in recorded:
+            stack.enter_context(calls.watching())
+        for batch in batches:
+            for calls in recorded:
+                calls.batch = batch
+            with contextlib.suppress(StopForward):
+                hidden = batch.run_block(forward, layer, device)
+                if advance:
+                    batch.set_hidden(hidden)
+    return recorded
+
+
+class _Calls:
+    """The calls of the module around a group's layers in the unquantized block.
 
     Attributes:
-        rho: first linear layer of a group -> weight of visual tokens in the search for the scale of the group's input.
+        batch: the batch that runs.
+        stops: whether the block's run ends when a call is recorded; other experts' may follow an expert's.
+        tokenwise: whether the module computes each row by itself: it gets one tensor and has only linear layers' weights.
+        total: sum of the magnitudes of the layers' input `[in]` over tokens that are not ignored, whose number is `count`.
+        inputs: for each call its arguments, and the modality of each row.
     """
 
-    duo_scaling: bool | Literal["both"] = False
-    rho: dict[str, float]
+    batch: Batch
 
-    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)  # op -> the scale that its output is divided by
-    _losses: dict[str, list[float]] = PrivateAttr(default_factory=dict)  # op -> loss of each candidate
+    def __init__(self, model: nn.Module, group: Group, device: torch.device, *, stops: bool):
+        self.group, self.device = group, device
+        self.linears: list[Any] = [model.get_submodule(name) for name in group.linears]
+        levels = zip(*(name.split(".") for name in (*group.linears, *group.kept)), strict=False)
+        self.path = ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
+        self.module: Any = model.get_submodule(self.path)
+        self.tokenwise = all(isinstance(each, nn.Linear) for each in self.module.modules() if each._parameters)
+        parent: Any = model.get_submodule(group.linears[0].rpartition(".")[0])
+        self.expert: models.Expert | None = None if group.expert is None else parent
+        self.stops = stops and self.expert is None
+        self.total = torch.zeros(self.linears[0].in_features, dtype=torch.float64, device=device)
+        self.count = torch.zeros(1, dtype=torch.float64, device=device)
+        self.inputs: list[tuple[tuple, dict[str, Any], Tensor]] = []
 
-    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any = (), **kwargs: Any) -> None:
-        # `IntermediatesCache.pin_memory` serves copies to an accelerator, and raises where there is none.
-        original = IntermediatesCache.pin_memory
-        if not torch.accelerator.is_available():
-            IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
-        try:
-            super().on_sequential_epoch_end(state, event, **kwargs)
-        finally:
-            IntermediatesCache.pin_memory = original  # type: ignore[method-assign]
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the context calls are recorded."""
 
-    def _compute_best_scale(self, mapping: Any, fp16_outputs: list[Tensor], orig_layer_weights: Any) -> Tensor:
-        # The modifier's hooks have summed |X| [in] and counted tokens. Its own search, which this replaces, takes the mean
-        # squared error of all tokens alike.
-        total, count = self._smooth_activation_stats[mapping.smooth_name]
-        device = mapping.balance_layers[0].weight.device
-        scales = mbq.candidates((total / count).to(device), self.n_grid)
-        rho = self.rho[mapping.balance_names[0]]
-        losses = []
-        for scale in scales:
+        def record(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            codes = self._codes()
+            self.tokenwise = self.tokenwise and len(args) == 1 and not kwargs
+            if self.tokenwise:
+                weighed = torch.isin(codes, torch.tensor(_CODES, device=self.device))
+                args, codes = (args[0].flatten(0, -2)[weighed],), codes[weighed]
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self.batch.home), (args, kwargs))
+            self.inputs.append((args, kwargs, codes))
+
+        def measure(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows = args[0].flatten(0, -2)[self._codes() > 0]
+            self.total += rows.abs().sum(0, dtype=torch.float64)
+            self.count += len(rows)
+            if self.stops:
+                raise StopForward
+
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(self.module.register_forward_pre_hook(record, with_kwargs=True).remove)
+            hooks.callback(self.linears[0].register_forward_pre_hook(measure).remove)
+            yield
+
+    def _codes(self) -> Tensor:
+        """The modality of each row that the module is processing."""
+        codes = self.batch.modality.flatten().to(self.device)
+        return codes if self.expert is None else codes[self.expert.rows]
+
+    def search(self, method: QuantMethod, rho: float) -> Searched | None:
+        """Compute each candidate's loss; None for an expert without rows in the loss. Removes the calls."""
+        options, scheme = method.options, method.scheme
+        assert isinstance(options, mbq.Options) and scheme is not None
+        inputs, self.inputs = self._joined() if self.tokenwise else self.inputs, []
+        mean = distributed.all_sum(self.total) / distributed.all_sum(self.count).clamp_min(1)
+        scales = mbq.candidates(mean.float(), options.grid)
+        run, device = widened(self.module), self.device
+
+        def output(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+            args, kwargs = tree_map_only(Tensor, lambda tensor: sent(tensor, device), (args, kwargs))
+            result = run(*args, **kwargs)
+            return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)
+
+        references = [output(args, kwargs).to(self.batch.home) for args, kwargs, _ in inputs]
+        weighed = [(codes[:, None] == torch.tensor(_CODES, device=device)).double() for *_, codes in inputs]
+        # |D| of each candidate summed over the tokens and channels of a modality; the last row counts elements.
+        sums = torch.zeros(len(scales) + 1, len(_CODES), dtype=torch.float64, device=device)
+        for reference, rows in zip(references, weighed, strict=True):
+            sums[-1] += rows.sum(0) * reference.shape[-1]
+        for candidate, scale in enumerate(scales):
             with contextlib.ExitStack() as stack:
-                for layer in mapping.balance_layers:
-                    # Set by `QuantizationModifier`; None: the layer stays in 16 bits.
-                    args = getattr(layer, "quantization_scheme", None)
-                    if args is not None and args.weights is not None:
-                        scheme = compressed_tensors.scheme_of(args.model_dump(mode="json"))
-                        stack.enter_context(replaced_forward(layer, _engine_forward(layer, scale, scheme)))
-                # Runs the block's attention or MLP (`parent`) on the arguments that were recorded of it.
-                outputs = self._run_samples(mapping.parent)
-            try:
-                losses.append(mbq.loss(*sums(fp16_outputs, outputs), rho))
-            except ValueError as error:
-                raise UserError(f"{mapping.parent_name}: {error}") from error
-        if not math.isfinite(min(losses)):
-            raise UserError(f"{mapping.parent_name}: its output holds NaN or Inf; check the checkpoint and the samples")
-        least = losses.index(min(losses))
-        self._losses[mapping.smooth_name] = losses
-        # Logged by the modifier when it ends.
-        self._error_metrics.append(
-            {
-                "layer_name": mapping.smooth_name,
-                "parent_name": mapping.parent_name,
-                "initial_error": losses[0],
-                "best_error": losses[least],
-                "reduction": losses[least] / losses[0] if losses[0] else 1.0,
-            }
-        )
-        self._found[mapping.smooth_name] = scales[least].cpu()
-        return scales[least].cpu()
+                for linear in self.linears:
+                    stack.enter_context(replaced_forward(linear, _engine_forward(linear, scale, scheme)))
+                for (args, kwargs, _), reference, rows in zip(inputs, references, weighed, strict=True):
+                    error = output(args, kwargs) - sent(reference, device)
+                    sums[candidate] += torch.linalg.vector_norm(error, 1, 1, dtype=torch.float32).double() @ rows
+        *totals, counts = [dict(zip(_WEIGHED, row, strict=True)) for row in distributed.all_sum(sums).tolist()]
+        if self.expert is not None:
+            if not sum(counts.values()):
+                return None
+            rho = rho if math.isfinite(rho) else 1.0  # no answer token with a gradient was routed to it
+        try:
+            losses = [mbq.loss(total, counts, rho) for total in totals]
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+        losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+        if min(losses) == math.inf:
+            raise UserError(f"{self.path}: its output holds NaN or Inf; check the checkpoint and the samples")
+        return Searched(scales, losses)
 
-
-def sums(references: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, int]]:
-    """Sum errors over samples `[1, tokens, channels]`: modality -> sum of |D|, and number of elements."""
-    # llm-compressor stores each sample's loss mask in its session; ours holds modalities instead of 0 and 1.
-    masks = active_session().state.loss_masks
-    assert masks is not None  # `run_oneshot` gives every sample its mask
-    total, count = torch.zeros(len(MODALITIES), dtype=torch.float64), torch.zeros(len(MODALITIES), dtype=torch.int64)
-    for mask, reference, output in zip(masks, references, outputs, strict=True):
-        error = (reference - output).float().abs()
-        token = error.sum(-1).double().cpu()  # [1, tokens]
-        for i in range(len(MODALITIES)):
-            chosen = mask.cpu().view_as(token) == i + 1
-            total[i] += token[chosen].sum()
-            count[i] += int(chosen.sum()) * error.shape[-1]
-    return dict(zip(MODALITIES, total.tolist(), strict=True)), dict(zip(MODALITIES, count.tolist(), strict=True))
+    def _joined(self) -> list[tuple[tuple, dict[str, Any], Tensor]]:
+        """The calls of a module that computes each row by itself, cut anew: an expert gets few rows of a batch."""
+        if not self.inputs:
+            return []
+        rows = torch.cat([args[0] for args, _, _ in self.inputs])
+        codes = torch.cat([codes for *_, codes in self.inputs])
+        return [((some,), {}, kinds) for some, kinds in zip(rows.split(TOKENS), codes.split(TOKENS), strict=True)]
 
 
 def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable[[Tensor], Tensor]:
@@ -132,105 +241,12 @@ def _engine_forward(layer: nn.Linear, scale: Tensor, scheme: Scheme) -> Callable
     weight = layer.weight.float() * scale
     weight = fake_quantize(weight, *find_params(weight, scheme.weights, scale_dtype=dtype), scheme.weights)
     if act is None:
-        weight = weight.to(dtype)
-        return lambda input: nn.functional.linear((input / scale).to(dtype), weight, layer.bias)
+        weight = weight.div_(scale).to(torch.float32 if emulated(dtype) else dtype)
+        return lambda input: nn.functional.linear(input, weight, layer.bias)
 
     def forward(input: Tensor) -> Tensor:
-        x = round_activations((input / scale).to(dtype), act)
-        return nn.functional.linear(x, weight, None if layer.bias is None else layer.bias.float()).to(dtype)
+        x = round_activations(input / scale, act).float()
+        bias = None if layer.bias is None else layer.bias.float()
+        return nn.functional.linear(x, weight, bias).to(input.dtype)
 
     return forward
-
-
-@torch.no_grad()
-def search_blocks(
-    vlm: VLM,
-    blocks: Sequence[Sequence[Group]],
-    batches: list[dict[str, Tensor]],
-    method: QuantMethod,
-    sensitivities: Mapping[tuple[int, str], Sensitivity],
-) -> dict[tuple[int, str], Tensor]:
-    """Search smoothing scales, (block, group) -> scale `[in]`, by the output errors of the float model's blocks.
-
-    Args:
-        batches: from `encode`.
-        method: scheme `mbq` with `objective: mae`.
-        sensitivities: (block, group) -> sensitivity.
-    """
-    groups = [group for block in blocks for group in block]
-    smoothed = [group for group in groups if group.smooth]
-    options = method.options
-    assert isinstance(options, mbq.Options)
-    rho = {group.linears[0]: sensitivities[group.layer, group.name].rho for group in smoothed}
-    search = BlockSearch(mappings=mappings_of(groups), n_grid=options.grid, rho=rho)
-    targets = [(method.of(group).scheme, [_exactly(name) for name in group.linears]) for group in groups]
-    config = compressed_tensors.quantization_config([(scheme, names) for scheme, names in targets if scheme], ignore=[])
-    # The modifier folds scales into its model; only the scales are needed.
-    copied = replace(vlm, model=copy.deepcopy(vlm.model))
-    recipe = [search, QuantizationModifier(config_groups=config["config_groups"])]
-    run_oneshot(copied, batches, recipe, models.layer_class(vlm.model, vlm.spec))
-    return {
-        (group.layer, group.name): search._found[group.smooth] for group in smoothed if group.smooth in search._found
-    }
-
-
-def mappings_of(groups: Sequence[Group]) -> list[AWQMapping]:
-    """The mappings of llm-compressor for the groups that can be smoothed."""
-    pairs = [(group.smooth, (*group.linears, *group.kept)) for group in groups if group.smooth]
-    return [AWQMapping(_exactly(op), [_exactly(name) for name in linears]) for op, linears in pairs]
-
-
-def _exactly(name: str) -> str:
-    return f"re:^{re.escape(name)}$"
-
-
-def alike(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Give every batch the same keys, because the pipeline traces the model once, with the first batch.
-
-    The shortest sample with an image or video is appended to samples without one, as ignored tokens: attention is causal, so
-    they do not affect the text before them, and statistics exclude them.
-    """
-    donors = [batch for batch in batches if PIXELS & batch.keys()]
-    if len({frozenset(donor) for donor in donors}) > 1:
-        raise UserError(
-            "this search needs the same inputs in all samples, but some have images and some videos; use only one of the two"
-        )
-    if len(donors) in (0, len(batches)):
-        return batches
-    donor = min(donors, key=lambda batch: batch["input_ids"].shape[1])
-    length = donor["input_ids"].shape[1]
-
-    def extend(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        tail = {**donor, "modality": torch.zeros_like(donor["modality"])}
-        appended = {
-            key: torch.cat([value, tail[key]], 1) for key, value in batch.items() if tail[key].shape == (1, length)
-        }
-        return tail | appended
-
-    return [batch if PIXELS & batch.keys() else extend(batch) for batch in batches]
-
-
-def loader(batches: list[dict[str, Tensor]]) -> DataLoader:
-    """A data loader in llm-compressor's form for samples from `encode`: all with the same keys, modalities as `loss_mask`."""
-    items = [{**{k: v for k, v in b.items() if k != "modality"}, "loss_mask": b["modality"]} for b in alike(batches)]
-    return DataLoader(items, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
-
-
-def run_oneshot(vlm: VLM, batches: list[dict[str, Tensor]], recipe: list[Modifier], layer_class: str) -> None:
-    """Run the calibration set through llm-compressor's sequential pipeline.
-
-    Args:
-        batches: from `encode`: the processor's tensors plus `modality [1, tokens]`; one sample each.
-        recipe: the modifiers to run.
-        layer_class: class name of a decoder block.
-    """
-    oneshot(
-        model=vlm.model,
-        processor=vlm.processor,
-        recipe=recipe,
-        dataset=loader(batches),
-        num_calibration_samples=len(batches),
-        sequential_targets=[layer_class],
-        use_loss_mask=True,
-        pipeline="sequential",
-    )

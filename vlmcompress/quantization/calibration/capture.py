@@ -23,7 +23,7 @@ from vlmcompress.models import VLM, Group
 from vlmcompress.models.devices import accelerator, resident, trim, widened
 from vlmcompress.numerics.statistics.balance import MODALITIES
 from vlmcompress.numerics.statistics.inputs import ROWS, SAMPLE
-from vlmcompress.numerics.statistics.tokens import splits
+from vlmcompress.numerics.statistics.tokens import splits, thinned
 from vlmcompress.quantization.calibration.block_inputs import Batch, Refused, StopForward, capture_block_inputs
 from vlmcompress.quantization.calibration.input_recorder import (
     BlockCapture,
@@ -109,6 +109,7 @@ class _Capture:
     def _index(self, masks: list[Tensor], held_masks: list[Tensor]) -> TokenIndex:
         """Find the tokens of each modality by the samples' `masks [1, tokens]`, and those of held-out samples."""
         spec, rows = self.spec, [batch.samples for batch in self.batches]
+        masks = thinned(masks, spec.tokens, spec.seed)
         counts, held_counts = (
             {name: sum(int((mask == code).sum()) for mask in part) for code, name in enumerate(MODALITIES, 1)}
             for part in (masks, held_masks)

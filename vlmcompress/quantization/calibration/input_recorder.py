@@ -30,7 +30,8 @@ class CaptureSpec:
         prefix: what is quantized when a group's inputs are captured: nothing ("float") or the blocks before ("quantized").
         kv_cache: also capture ranges of keys and values.
         sampled_rows: number of rows to draw from the first group's input; 0: none.
-        seed: seed of that draw.
+        tokens: number of tokens that statistics are taken of, by `statistics.tokens.thinned`; 0: all.
+        seed: seed of these draws.
         all_experts: give every expert of a mixture all tokens, not only those routed to it.
         held_out: how many of the samples, the last ones, only errors are measured on (`GroupStats.measured`).
     """
@@ -39,6 +40,7 @@ class CaptureSpec:
     prefix: Literal["float", "quantized"] = "float"
     kv_cache: bool = False
     sampled_rows: int = 0
+    tokens: int = 0
     seed: int = 0
     all_experts: bool = False
     held_out: int = 0
@@ -64,7 +66,7 @@ class TokenIndex:
     """Positions of each modality's tokens among the rows of a layer's input.
 
     Attributes:
-        splits: for each batch, its rows by modality.
+        splits: for each batch, its rows by modality, those that no statistic is taken of left out, here and below.
         drawn: for each batch, its rows in a sample of the tokens of all batches.
         counts: modality -> number of tokens in all samples of all workers.
         layer_draw: subsample of the tokens, for experts with too few; None: the model has no experts.
@@ -131,7 +133,7 @@ class InputRecorder:
         self.number, self.batch = number, batch
         self.recorded: set[int] = set()  # indices of groups
         if self.routed:
-            self.routed.begin(number, batch.modality)
+            self.routed.begin(number, self.tokens.splits[number])
 
     def fill(self) -> None:
         """After all batches, run experts that had too few tokens on other tokens."""

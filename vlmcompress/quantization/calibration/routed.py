@@ -95,9 +95,9 @@ class Routed:
         mixture: Any = model.get_submodule(next(iter(paths.values())).rpartition(".")[0])
         return Routed(mixture, owners, draw, device)
 
-    def begin(self, number: int, modality: Tensor) -> None:
-        """Prepare for a batch with the tokens' `modality [samples, tokens]`."""
-        self._codes, self._drawn = modality.flatten().to(self.device), self.draw.splits[number].drawn
+    def begin(self, number: int, split: Split) -> None:
+        """Prepare for a batch, with its tokens by modality."""
+        self._codes, self._drawn = split.codes(self.device), self.draw.splits[number].drawn
 
     def watching(self) -> Any:
         """Record the drawn rows of the layer's input until the returned handle is removed."""

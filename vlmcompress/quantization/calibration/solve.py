@@ -259,13 +259,12 @@ def _errors(
     """
     step = math.ceil(len(weight) / _ROWS)
     weight, q = weight[::step].float(), quantized.dequantize(torch.float32, slice(None, None, step))
-    if stats is None or "gram" not in stats.needs:
+    if stats is None or "gram" not in stats.measured.needs:
         return {"weight": ((q - weight).square().sum() / weight.square().sum().clamp_min(1e-30)).item()}
     measured = stats.measured
     errors = measured.error(q - weight, weight)
-    if any(
-        count and name not in errors for name, count in stats.count.items()
-    ):  # no held-out token is of this modality
+    # where no held-out token is of a modality, or their inputs are not finite
+    if "gram" in stats.needs and any(count and name not in errors for name, count in stats.count.items()):
         errors = stats.error(q - weight, weight) | errors
     added = {} if act is None else measured.rounding_error(q, weight, lambda x: round_activations(x, act, input_scale))
     return {modality: error + added.get(modality, 0.0) for modality, error in errors.items()}

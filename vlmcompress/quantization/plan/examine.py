@@ -8,7 +8,6 @@ engines only what stands here is known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from vlmcompress import models
 from vlmcompress.engines.vllm.served_model import Attention, describe
@@ -22,6 +21,7 @@ from vlmcompress.quantization.plan.kv_cache import kv_cache_check
 from vlmcompress.quantization.plan.plan import Plan
 from vlmcompress.recipe import Recipe, adapter, targets
 from vlmcompress.recipe.targets import Target
+from vlmcompress.reduction.hooks import resizing
 from vlmcompress.utils import folders
 from vlmcompress.utils.errors import UserError, did_you_mean
 from vlmcompress.utils.messages import Check
@@ -72,7 +72,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
         return Examined([*report, Check("model", False, str(error))])
     report.append(Check("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report += _format(plan, engine)
-    report.append(_processor(recipe.inputs_folder))
+    report += _processor(recipe, plan.source.spec)
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.notes(recipe.model, recipe.adapter), *models.cast_text(plan.source)]
     lines += models.unused_text(plan.source)
@@ -173,20 +173,24 @@ def _names(plan: Plan, engine: str) -> list[Check]:
     return [Check("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
 
 
-def _processor(model: Path) -> Check:
+def _processor(recipe: Recipe, spec: models.ModelSpec) -> list[Check]:
+    """Whether tokenizer and image processor load, and whether images may be far larger than the model's card recommends."""
+    folder = recipe.inputs_folder
     groups = (
         ("tokenizer.json", "tokenizer.model", "vocab.json"),
         ("processor_config.json", "preprocessor_config.json"),
     )
-    missing = [" or ".join(names) for names in groups if not any((model / name).is_file() for name in names)]
+    missing = [" or ".join(names) for names in groups if not any((folder / name).is_file() for name in names)]
     if missing:
-        return Check("processor", False, f"{model} has no {' and no '.join(missing)}; copy it from the source")
+        return [Check("processor", False, f"{folder} has no {' and no '.join(missing)}; copy it from the source")]
     try:
         with models.quiet_transformers():
-            models.load_processor(model)
+            processor = models.load_processor(folder)
     except UserError as error:
-        return Check("processor", False, str(error))
-    return Check("processor", True, "tokenizer and image processor are there")
+        return [Check("processor", False, str(error))]
+    note = None if recipe.resize else resizing.ceiling_note(spec, processor)
+    fine = Check("processor", True, "tokenizer and image processor are there")
+    return [fine, Check("image size", True, note)] if note else [fine]
 
 
 def _vocabulary(plan: Plan) -> list[Check]:

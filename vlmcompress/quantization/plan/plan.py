@@ -28,8 +28,15 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import Spec
 
 VISION_MULTIPLE = 16  # divides both sides of a matrix in 8-bit kernels; tower layers with other sides stay as they are
-RUNTIME_BYTES = 900_000_000  # Python, torch, transformers and llm-compressor before a model is loaded
+RUNTIME_BYTES = 900_000_000  # Python, torch and transformers before a model is loaded
 SAMPLE_TOKENS = 1024  # assumed tokens of a sample when the recipe does not limit them
+TOKENS_PER_INPUT, LEAST_TOKENS = 32, 65_536
+"""Tokens that layers are fitted to by default: so many for each input of the widest layer, and at least so many.
+
+Error feedback is a regression on the other inputs: a layer of d inputs that is fitted to n tokens has about n / (n - d) times
+the least error on other tokens, and those of demo-smol have (docs/results.md, "Tokens that layers are fitted to"). At 32 tokens
+an input that is 1.03; fewer would save only the time of Gram matrices, as all tokens pass through the blocks. Below 65,536 it
+is little."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +321,22 @@ class Plan:
             or (self.recipe.resize is not None and not self.recipe.resize.settled)
             or (self.visual_tokens is not None and self.visual_tokens.learns)
         )
+
+    @property
+    def calibration_tokens(self) -> int:
+        """How many of the samples' tokens layers are fitted to; 0: all."""
+        if (chosen := self.recipe.calibrate.tokens) is not None:
+            return chosen
+        groups = [group for block in self.steps for group in block]
+        methods = [self.method, *(self.method.of(group) for group in groups)]
+        if (
+            "absmax" in self.method.needs.statistics  # a share of the tokens would miss the largest values
+            or any((method.options.balance or "off") != "off" for method in methods)  # may weigh a few tokens most
+            or any(group.expert is not None for group in groups)  # each expert gets only some of the tokens
+        ):
+            return 0
+        inputs = (shape[1] for group in groups for shape in self.source.shapes(group))
+        return max(LEAST_TOKENS, TOKENS_PER_INPUT * max(inputs, default=0))
 
     @property
     def observes(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import partition
@@ -72,28 +71,6 @@ def assigned_schemes(plan: Plan) -> Iterator[str]:
     if plan.recipe.target:
         for scheme in dict.fromkeys(method.scheme for method in plan.assigned.values()):
             yield from targets.target_problems(plan.recipe.target, scheme)
-
-
-def experts(plan: Plan) -> Iterator[str]:
-    """Whether the scheme supports the experts of a mixture."""
-    if all(group.expert is None for block in plan.source.blocks for group in block):
-        return
-    needs = plan.method.needs
-    if "block_scales" in needs.searches:
-        yield (
-            f"scheme '{plan.recipe.scheme}' as published runs llm-compressor's search, which cannot follow tokens to "
-            "experts; use --set options.objective=gram"
-        )
-
-
-def published_search(plan: Plan) -> Iterator[str]:
-    """Whether the package that runs MBQ's search as published is installed."""
-    if "block_scales" in plan.method.needs.searches and find_spec("llmcompressor") is None:
-        other = "" if plan.method.rounds_inputs else ", or use --set options.objective=gram"
-        yield (
-            f"scheme '{plan.recipe.scheme}' as published runs llm-compressor's search, which is not installed; "
-            f"pip install '.[block-search]' in the checkout of vlmcompress{other}"
-        )
 
 
 def mtp_head(plan: Plan) -> Iterator[str]:
@@ -198,8 +175,6 @@ CHECKS: tuple[Check, ...] = (
     adapter_fits,
     visual_tokens,
     assigned_schemes,
-    experts,
-    published_search,
     mtp_head,
     skip,
     shapes,

@@ -150,6 +150,8 @@ def prompt_costs(
     )
     if context and text + counted.tokens > context:
         notes.append(f"the prompt has {text + counted.tokens:,} tokens, the model's context {context:,}")
+    if resize is None and (note := resizing.ceiling_note(spec, processor)):
+        notes.append(note)
     full, without = (decoder.cost([visual] * count, text) for visual in (counted.tokens, 0))
     return Planned(spec.family, counted.images, text, context, without, full, costs, tuple(notes))
 

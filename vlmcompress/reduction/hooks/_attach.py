@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Attachment:
         if vlm.model in _ATTACHED:
             raise ValueError("the model has a reducer attached already; detach it first")
         self.vlm, self.chosen, self.reducer = vlm, chosen, chosen.reducer
+        self._keep: float | None = None  # what `set_keep` set
         self._warned = False  # whether `KeptWhole` was issued
         self.reduced_units: list[Reduced] = []
         self._call: Call | None = None
@@ -65,6 +67,16 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
         _ATTACHED.discard(self.vlm.model)
+
+    def set_keep(self, keep: Any) -> None:
+        """Set the share, or the number, of its tokens that each image keeps from now on; None: the reducer's own share.
+
+        Raises ValueError for what the reducer's `keep_max` does not allow, and for a number where images are cut into tiles.
+        """
+        checked = None if keep is None else self.chosen.requested(keep)
+        if checked is not None and checked > 1 and self.vlm.spec.images.grid == "tiles":
+            raise ValueError(f"{self.vlm.spec.family} cuts images into tiles; set 'keep' to a share here")
+        self._keep = checked
 
     def images(self) -> list[Reduction]:
         """The reduction of each image of the latest call, on the CPU; newlines are among its tokens, and kept.
@@ -190,9 +202,19 @@ class Attachment:
                 grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
                 text = f"keep={self.reducer.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
-        results = methods.reduce_all(self.reducer, signals)
+        # Units whose reducers are equal go together.
+        pairs = [(self._reducer_of(unit), each) for unit, each in zip(units, signals, strict=True)]
+        results = [
+            result
+            for reducer, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+            for result in methods.reduce_all(reducer, [each for _, each in group])
+        ]
         self.reduced_units += [unit.reduced(result) for unit, result in zip(units, results, strict=True)]
         return results
+
+    def _reducer_of(self, unit: Unit) -> methods.Reducer:
+        """The reducer with what `set_keep` set for a unit of an image."""
+        return self.reducer if self._keep is None else self.chosen.keeping(self._keep, unit.span[1]).reducer
 
     def _remaining(
         self, reduced: Sequence[Reduced], real: Tensor, held: Slots, before: int

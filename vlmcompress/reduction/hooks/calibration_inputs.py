@@ -68,22 +68,14 @@ class Decoder(PreTrainedModel):
     ) -> CausalLMOutputWithPast:
         """Compute logits of the tokens `logits_to_keep`, as the whole model does. `input_ids` are informational only."""
         deep = {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack_visual_embeds}
-        return self._logits(
-            {
-                "inputs_embeds": inputs_embeds,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "use_cache": use_cache,
-            },
-            deep,
-            logits_to_keep,
-        )
-
-    def _logits(self, inputs: dict[str, Any], deep: dict[str, Any], keep: int | Tensor) -> CausalLMOutputWithPast:
-        """Run the language model and the head. Not part of `forward`, whose conditions llm-compressor rewrites when tracing."""
-        present = {name: value for name, value in deep.items() if value is not None}
-        hidden = self.get_submodule(self.text)(**inputs, **present).last_hidden_state
-        index = slice(-keep, None) if isinstance(keep, int) else keep
+        hidden = self.get_submodule(self.text)(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **{name: value for name, value in deep.items() if value is not None},
+        ).last_hidden_state
+        index = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.get_submodule(self.head)(hidden[:, index]))
 
 

@@ -1,8 +1,10 @@
 """Make images smaller before the encoder, by a setting of the model's own processor (`models.ImageSetting`).
 
-Unlike a reducer this also saves the encoder's work, and everything that loads the processor applies it: transformers and every
-engine, without a plugin. There is one setting for all images: a limit, which affects large images but not small ones. To keep
-a share of the tokens, the limit is measured on images: it is the largest one that leaves at most that share of their tokens.
+Unlike a reducer this also saves the encoder's work, and every engine that follows the processor applies it, without a plugin.
+llama.cpp takes limits from flags (`export.launch_files.token_limits`). SGLang 0.5.23 follows the processor: only videos use
+its `SGLANG_IMAGE_MAX_PIXELS` (`srt/multimodal/processors/qwen_vl.py`). There is one setting for all images: a limit, which
+affects large images but not small ones. To keep a share of the tokens, the limit is measured on images: it is the largest one
+that leaves at most that share of their tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +40,21 @@ def image_settings(spec: ModelSpec, processor: Any) -> list[ImageSetting]:
     if spec.images.sizes is None:
         raise UserError(f"resize: {resize_problem(spec)}")
     return list({setting.tokens: setting for setting in spec.images.sizes(processor)}.values())
+
+
+def ceiling_note(spec: ModelSpec, processor: Any) -> str | None:
+    """One line if the processor lets an image have more than twice the tokens that the model's card recommends, else None.
+
+    Above it Qwen2.5-VL was slower and its boxes were worse (mlx-vlm issue 1175).
+    """
+    recommended = spec.images.recommended
+    if recommended is None or (most := image_settings(spec, processor)[-1].tokens) <= 2 * recommended:
+        return None
+    return (
+        f"an image may have up to {most:,} tokens, and the cards of {spec.family} recommend {recommended:,}: larger ones are "
+        f"slower, and boxes in them may be worse; quantize --reduce resize:tokens={recommended} (in a recipe resize: {{tokens: "
+        f"{recommended}}}) lowers the limit"
+    )
 
 
 def choose_setting(spec: ModelSpec, processor: Any, resize: Resize) -> ImageSetting:

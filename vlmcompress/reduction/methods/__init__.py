@@ -16,7 +16,7 @@ the first frame at least). To add a reducer, add a file.
 
 from __future__ import annotations
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, share
+from vlmcompress.reduction.methods._base import LEAST_SHARE, MOST, Grid, Reducer, Reduction, Signals, share
 from vlmcompress.reduction.methods._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reduction.methods._layerwise import Merger
 from vlmcompress.reduction.methods._run import merge_layer, missing, reduce, reduce_all, too_small

@@ -283,6 +283,8 @@ class Reducer:
         names = {option.name for option in dataclasses.fields(self)}
         if "keep" in names:
             require_keep(self.keep)
+        if self.keep_max is not None:
+            require_number("keep_max", self.keep_max, self.keep or 0, 1)
         if "layer" in names:
             require_whole("layer", self.layer, least=1)
         if "shallow" in names:
@@ -313,9 +315,19 @@ class Reducer:
         """Share of tokens to keep; None for methods without a share."""
         return None
 
+    @property
+    def keep_max(self) -> float | None:
+        """The largest `keep` that a request to a server may set; None: it may set none."""
+        return None
+
     def budget(self, grid: Grid) -> Any:
-        """Exactly how many tokens an image keeps, an int: the share `keep`. None where that depends on what it shows."""
-        return None if self.keep is None else share(grid, self.keep)
+        """Exactly how many tokens an image keeps, an int: the share `keep`. None where that depends on what it shows.
+
+        Where that share is less than one token all stay, but one where requests set it, which may divide a number among tiles.
+        """
+        if self.keep is None:
+            return None
+        return share(grid, self.keep) if self.keep_max is None else max(rounded(grid, self.keep), 1)
 
     @property
     def layer(self) -> int | None:
@@ -366,6 +378,13 @@ class Reducer:
         return {
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "network"
         }
+
+
+@dataclass(frozen=True)
+class ShareReducer(Reducer):
+    """A method that works for any share of an image's tokens, so that each request may set its own."""
+
+    keep_max: float | None = dataclasses.field(default=None, kw_only=True)
 
 
 LEAST_SHARE = 1e-6

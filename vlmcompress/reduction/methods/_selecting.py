@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, unit
+from vlmcompress.reduction.methods._base import Reduction, ShareReducer, Signals, unit
 
 SWITCH = "VLMCOMPRESS_TRITON"  # 0: use torch only, as in `quantization.schemes._fused`
 _FRONT = 8  # columns whose gains are computed first in a step
@@ -24,7 +24,7 @@ SIMILAR = 0.6
 
 
 @dataclass(frozen=True)
-class SelectingReducer(Reducer):
+class SelectingReducer(ShareReducer):
     """A method that chooses tokens.
 
     keep:    share of the tokens.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, top, unit
+from vlmcompress.reduction.methods._base import Grid, Reduction, ShareReducer, Signals, top, unit
 
 _CELLS = ((4, 4), (2, 2), (1, 2), (1, 1))  # rows and columns of what is one token: background, low, medium, high
 SHARPNESS = 3.0
@@ -29,7 +29,7 @@ SHARPNESS = 3.0
 
 
 @dataclass(frozen=True)
-class Relevance(Reducer):
+class Relevance(ShareReducer):
     """`keep`: share of the tokens."""
 
     STAGE = "projected"

@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Reducer, Reduction, Signals, top, unit
+from vlmcompress.reduction.methods._base import Reduction, ShareReducer, Signals, top, unit
 
 CONTEXTUAL = 10 / 64
 """Share of merged tokens among the kept ones, as published."""
 
 
 @dataclass(frozen=True)
-class VisionZip(Reducer):
+class VisionZip(ShareReducer):
     """`keep`: share of the tokens."""
 
     STAGE = "encoder"

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, require_whole, top, unit
+from vlmcompress.reduction.methods._base import Grid, Reduction, ShareReducer, Signals, require_whole, top, unit
 
 
 @dataclass(frozen=True)
-class VScan(Reducer):
+class VScan(ShareReducer):
     """`keep`: share of the tokens; `window`: side of a window in tokens (6 for LLaVA's 24 x 24, 4 for Qwen2.5-VL); `shallow`:
     number of the encoder's block, from 0, whose attention is `windowed` (Qwen2.5-VL: its first block with full attention)."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from vlmcompress.engines.vllm.plugin._loading import sent
+from vlmcompress.engines.vllm.plugin._served_reducer import QUERY
 from vlmcompress.models import spec_for
 from vlmcompress.reduction.hooks.units import special_ids
 
-ARGUMENT = "query"
 FIELD = "query_ids"
 
 
@@ -29,25 +30,32 @@ class AskingProcessor:
     info: Any
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """Process a request as vLLM does. ValueError for a question to a method that is not query-aware."""
-        kwargs = dict(inputs.hf_processor_mm_kwargs)
-        if not self.info.reducer.chosen.query_aware:
-            if ARGUMENT in kwargs:
-                raise ValueError(f"{self.info.reducer.chosen} does not look at the question; leave out '{ARGUMENT}'")
-        elif inputs.mm_data_items and not self.info.reducer.views:  # those only need the choice (`_views`)
+        """Process a request as vLLM does, with the question among its arguments if the method is query-aware."""
+        reducer, kwargs = self.info.reducer, dict(inputs.hf_processor_mm_kwargs)
+        # Methods that choose among images have read the question already (`_views`).
+        if reducer.chosen.query_aware and not reducer.views and inputs.mm_data_items:
             # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, so that an image has
             # a separate key for each question.
-            kwargs[ARGUMENT] = self._words(kwargs.get(ARGUMENT, inputs.prompt))
+            kwargs[QUERY] = self._words_of(QUERY, kwargs[QUERY]) if QUERY in kwargs else self._words(inputs.prompt)
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
 
-    def _words(self, text: Any) -> list[int]:
-        """Token ids of the words in a text or a list of token ids."""
-        if isinstance(text, str):
-            text = self.info.get_tokenizer().encode(text, add_special_tokens=False)
-        if not isinstance(text, list) or not all(isinstance(token, int) for token in text):
-            raise ValueError(f"'{ARGUMENT}' must be a text, got {text!r}")
-        return [token for token in text if token not in self._special_ids]
+    def _words_of(self, argument: str, text: Any) -> list[int]:
+        """Token ids of the words in a request's argument. ValueError unless it is a text within the context's length.
+
+        Token ids are refused: the model would look up any number in its table of words.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"'{argument}' must be a text, got {reprlib.repr(text)}")
+        words, most = self._words(text), self.info.ctx.model_config.max_model_len
+        if len(words) > most:
+            raise ValueError(f"'{argument}' has {len(words)} tokens, and the context {most}; send a shorter text")
+        return words
+
+    def _words(self, text: str | list[int]) -> list[int]:
+        """Token ids of the words in a text, or in a prompt's tokens."""
+        ids = self.info.get_tokenizer().encode(text, add_special_tokens=False) if isinstance(text, str) else text
+        return [token for token in ids if token not in self._special_ids]
 
     @functools.cached_property
     def _special_ids(self) -> set[int]:
@@ -59,13 +67,10 @@ class AskingProcessor:
         config = self.info.get_hf_config()
         return int(getattr(config, spec_for({"model_type": config.model_type}).image_token))
 
-    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main passes its arguments to
-    # transformers' processor, which refuses unknown names.
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
-        kwargs = {name: value for name, value in hf_kwargs.items() if name != ARGUMENT}
-        data = super()._apply_hf_processor_main(mm_items, kwargs)  # type: ignore[misc]
-        if ARGUMENT in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
-            data[FIELD] = torch.tensor(hf_kwargs[ARGUMENT], dtype=torch.int64).expand(images, -1)
+        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
+        if QUERY in hf_kwargs and (images := mm_items.get_all_counts().get("image", 0)):
+            data[FIELD] = torch.tensor(hf_kwargs[QUERY], dtype=torch.int64).expand(images, -1)
         return data
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:

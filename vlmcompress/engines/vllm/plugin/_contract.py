@@ -213,6 +213,7 @@ _SERVED = [
             "BaseMultiModalProcessor._maybe_apply_prompt_updates(mm_items, mm_res)",
             "BaseMultiModalProcessor._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)",
             "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+            "BaseMultiModalProcessor.get_dummy_inputs(seq_len, mm_counts, mm_options)",
             "BaseProcessingInfo.get_mm_max_tokens_per_item(seq_len, mm_counts)",
         ),
     ),

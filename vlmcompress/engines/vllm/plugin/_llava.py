@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def _spec(model_type: str) -> ModelSpec:
 
 
 def kept(layout: Layout, reducer: ServedReducer) -> int:
-    """Number of placeholders of an image in the prompt; newlines are all kept."""
+    """Number of tokens that an image keeps; newlines are all kept."""
     sides = [(piece.rows, piece.columns) for piece in layout.pieces if piece.rows * piece.columns]
     return layout.tokens + sum(reducer.count((1, rows, columns)) - rows * columns for rows, columns in sides)
 
@@ -36,26 +37,28 @@ class LlavaInfo(ReducedInfo):
     # vllm/model_executor/models/llava.py::LlavaProcessingInfo.get_num_image_tokens determines the placeholders of the family's
     # processor and the memory profile.
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        """Number of placeholders of an image in the prompt."""
-        return kept(self.layout(image_width, image_height), self.reducer)
+        """The most placeholders of an image of that size in the prompt."""
+        return kept(self.layout(image_width, image_height), self.reducer.largest)
 
     def layout(self, width: int, height: int) -> Layout:
         """Layout of the tokens of an image of that size before they are reduced."""
         info: Any = self
         return _spec(info.get_hf_config().model_type).layout(info.get_hf_processor(), width, height, 1)
 
-    def positions(self, modality: str, items: Any, number: int) -> int:
-        """Number of tokens that item `number` of `items` has before it is reduced."""
+    def lengths(self, modality: str, items: Any, number: int, item: Any) -> tuple[int, int]:
+        """Number of tokens of item `number` of `items`, before it is reduced and after; `item`: its processed form."""
         size = items.get_image_size(number)
-        return self.layout(size.width, size.height).tokens
+        layout = self.layout(size.width, size.height)
+        return layout.tokens, kept(layout, self.reducer.of_item(item, modality, layout.tokens))
 
 
 class LlavaProcessor(AskingProcessor, ReducedProcessor):
     """Mixin of a processor, put before the family's class."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
-        positions = self.info.positions(update.modality, mm_items[update.modality], number)
-        return Placeholders(update.resolve(number).content.full, positions=positions)
+        modality = update.modality
+        positions, count = self.info.lengths(modality, mm_items[modality], number, out_mm_kwargs[modality][number])
+        return Placeholders(update.resolve(number).content.full[:count], positions=positions)
 
 
 class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
@@ -100,25 +103,26 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             if len(rows) != layout.tokens:
                 raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
             image_signals = self.question(number) | (signals(number) if signals else {})
-            tiles.append((rows, layout.grids(), image_signals))
+            tiles.append((rows, layout.grids(), image_signals, self.reducer_of("image", number, layout.tokens)))
         reductions = zip(every, self._reductions(tiles), strict=True)
         return tuple(self._placed(result.apply(rows), result) for rows, result in reductions)
 
     def _reductions(
-        self, images: Sequence[tuple[Tensor, Iterable[tuple[Grid, Sequence[int]]], dict[str, Any]]]
+        self, images: Sequence[tuple[Tensor, Iterable[tuple[Grid, Sequence[int]]], dict[str, Any], ServedReducer]]
     ) -> list[Reduction]:
-        """Reduce all tiles of images together. Each image: `rows [n, d]`, grids with the indices of their rows, and
-        signals."""
+        """Reduce all tiles of images together. Each image: `rows [n, d]`, grids with the indices of their rows, signals, and
+        reducer."""
         units: list[list[Unit]] = []
-        tiles: list[dict[str, Any]] = []
-        for rows, grids, signals in images:
+        tiles: list[tuple[ServedReducer, dict[str, Any]]] = []
+        for rows, grids, signals, reducer in images:
             units.append([])
             for grid, index in grids:
                 columns = sent(index, rows.device)
-                tiles.append({"grid": grid, "features": rows[columns], **signals})
+                tiles.append((reducer, {"grid": grid, "features": rows[columns], **signals}))
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
-        # All tiles of all images of the step at once: those of one shape share every kernel.
-        results = iter(self.reducer.reduce_all(tiles))
+        # All tiles of all images of the step at once: those of one shape and share use every kernel together.
+        groups = itertools.groupby(tiles, key=lambda tile: tile[0])
+        results = (result for reducer, group in groups for result in reducer.reduce_all([tile for _, tile in group]))
         return [
             join_reductions([unit.reduced(next(results)) for unit in parts], parts[0].columns.device) for parts in units
         ]

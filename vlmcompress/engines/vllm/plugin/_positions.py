@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
-from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import KEEP, ServedReducer
 
 # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions and v1/worker/gpu/mm/rope.py::RopeState keep three
 # rows of positions per request.
@@ -74,6 +74,16 @@ class OriginalPositions(ResumableModel):
         tokens = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._places: Tensor = torch.zeros(DIMS, tokens, dtype=torch.int64)
         self._positions: Tensor = torch.zeros_like(self._places)
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """Encode as the model does, and store what requests set for the images or videos being encoded."""
+        self._keeps = {modality: kwargs.pop(f"{modality}_{KEEP}", None) for modality in ("image", "video")}
+        return super().embed_multimodal(**kwargs)
+
+    def reducer_of(self, modality: str, number: int, tokens: int) -> ServedReducer:
+        """The reducer of one of the images or videos being encoded, which has `tokens` tokens."""
+        keeps = self._keeps[modality]
+        return self.reducer if keeps is None else self.reducer.keeping(float(keeps[number]), tokens)
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions `[3, length]` of the tokens `feature.mm_position` of an image, without the places of the rows that

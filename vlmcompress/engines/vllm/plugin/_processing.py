@@ -20,7 +20,7 @@ from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._positions import longest_prompt
-from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, QUERY, ServedReducer
 
 
 @dataclasses.dataclass
@@ -28,6 +28,11 @@ class Placeholders(PromptUpdateDetails):
     """Placeholders of an image or a video in the prompt, and the number of positions that they take up."""
 
     positions: int = 0
+
+
+def without_ours(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's processor arguments without those that only the plugin knows."""
+    return {name: value for name, value in arguments.items() if name not in ARGUMENTS}
 
 
 class ReducedInfo:
@@ -51,10 +56,46 @@ class ReducedProcessor(ResumableProcessor):
 
     # vllm/multimodal/parse.py::EmbeddingItems bypass the processor, which could not shorten their placeholders.
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images."""
+        """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images, and
+        for a `keep` or `query` that a request may not set."""
         if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
             raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
+        kwargs, chosen = dict(inputs.hf_processor_mm_kwargs), self.info.reducer.chosen
+        if QUERY in kwargs and not chosen.query_aware:
+            raise ValueError(f"{chosen} does not look at the question; leave out '{QUERY}'")
+        if KEEP in kwargs or chosen.reducer.keep_max is not None:
+            # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, and all of vLLM's
+            # caches go by those hashes: an image has one entry for each share, the checkpoint's own among them.
+            kwargs[KEEP] = chosen.requested(kwargs.get(KEEP, chosen.reducer.keep))
+        inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super().apply(inputs, timing_ctx)  # type: ignore[misc]
+
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item reserves the memory that these images take.
+    def get_dummy_inputs(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> Any:
+        """Make vLLM's largest images and videos, with the largest share that a request may set."""
+        inputs = super().get_dummy_inputs(seq_len, mm_counts, mm_options)  # type: ignore[misc]
+        most = self.info.reducer.chosen.reducer.keep_max
+        return inputs if most is None else dataclasses.replace(inputs, hf_processor_mm_kwargs={KEEP: most})
+
+    # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor returns only arguments that transformers knows.
+    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
+        kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
+        ours = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name in ARGUMENTS}
+        return {**kwargs, **ours}
+
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main passes its arguments to
+    # transformers' processor, which refuses unknown names.
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        data = super()._apply_hf_processor_main(mm_items, without_ours(hf_kwargs))  # type: ignore[misc]
+        if KEEP in hf_kwargs:
+            for modality, count in mm_items.get_all_counts().items():
+                data[f"{modality}_{KEEP}"] = torch.full((count,), hf_kwargs[KEEP], dtype=torch.float64)
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+        keeps = {name: MultiModalFieldConfig.batched(name, keep_on_cpu=True) for name in ("image", "video")}
+        return fields | {f"{name}_{KEEP}": field for name, field in keeps.items()}
 
     # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor writes the placeholders of these updates. Can go when
     # vLLM gets token counts per image from the model.
@@ -63,7 +104,7 @@ class ReducedProcessor(ResumableProcessor):
     ) -> Sequence[Any]:
         """Make vLLM's updates of the prompt, with placeholders for the kept tokens of each image and video."""
         parent: Any = super()
-        updates = parent._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        updates = parent._get_prompt_updates(mm_items, without_ours(hf_processor_mm_kwargs), out_mm_kwargs)
 
         def shorter(update: Any) -> Any:
             return lambda number: self._shortened(update, number, mm_items, out_mm_kwargs)

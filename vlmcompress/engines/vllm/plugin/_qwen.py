@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, AskingModel, AskingProcessor
+from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
-from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._views import FIELD, ViewsModel
+from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor, without_ours
+from vlmcompress.engines.vllm.plugin._views import ViewsModel
 from vlmcompress.reduction.methods import Grid
 
 
@@ -52,11 +52,6 @@ def extent(grid: Grid, pace: float) -> int:
     return max(int((grid[0] - 1) * pace), grid[1] - 1, grid[2] - 1) + 1
 
 
-def _unasked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's processor arguments without our own: the question and the choice of images."""
-    return {name: value for name, value in arguments.items() if name not in (ARGUMENT, FIELD)}
-
-
 class QwenInfo(ReducedInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
@@ -66,7 +61,7 @@ class QwenInfo(ReducedInfo):
         return {**limits, "video": 0} if self.reducer.chosen.query_aware else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._merge_and_resolve_mm_processor_kwargs(_unasked(mm_kwargs))  # type: ignore[misc]
+        return super()._merge_and_resolve_mm_processor_kwargs(without_ours(mm_kwargs))  # type: ignore[misc]
 
     # vllm/model_executor/models/qwen2_vl.py::Qwen2VLProcessingInfo._get_vision_info is used for every token count, including
     # that of the largest image in the memory profile.
@@ -75,7 +70,7 @@ class QwenInfo(ReducedInfo):
         vision = self.get_hf_config().vision_config  # type: ignore[attr-defined]
         side = vision.patch_size * vision.spatial_merge_size
         rows, columns = size.height // side, size.width // side
-        return size, self.reducer.count((tokens // (rows * columns), rows, columns))
+        return size, self.reducer.largest.count((tokens // (rows * columns), rows, columns))
 
 
 class ImagesInfo(QwenInfo):
@@ -89,20 +84,15 @@ class ImagesInfo(QwenInfo):
 class QwenProcessor(AskingProcessor, ReducedProcessor):
     """Mixin of a processor: a placeholder for each kept token."""
 
-    def _get_prompt_updates(
-        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
-    ) -> Sequence[Any]:
-        return super()._get_prompt_updates(mm_items, _unasked(hf_processor_mm_kwargs), out_mm_kwargs)
-
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         config, item = self.info.get_hf_config(), out_mm_kwargs[update.modality][number]
         grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
-        full = update.replacement(number)
-        return self._placeholders(full, grid, pace_of(item, update.modality, config))
+        count = self.info.reducer.of_item(item, update.modality, math.prod(grid)).count(grid)
+        return self._placeholders(update.replacement(number), count, grid, pace_of(item, update.modality, config))
 
-    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Select from the `full` placeholders of an image or a video those that remain after the reducer."""
-        return Placeholders(full[: self.info.reducer.count(grid)], positions=extent(grid, pace))
+    def _placeholders(self, full: Any, count: int, grid: Grid, pace: float) -> Placeholders:
+        """Select from the `full` placeholders of an image or a video the `count` that remain after the reducer."""
+        return Placeholders(full[:count], positions=extent(grid, pace))
 
 
 class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
@@ -138,7 +128,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
-            self.reduced(rows, grid_of(patches, self.config), 1.0, **self.question(number))
+            self.reduced(rows, grid_of(patches, self.config), ("image", number), 1.0, **self.question(number))
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 
@@ -147,19 +137,18 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         seconds = video_input.get("second_per_grid_ts")
         seconds = [1.0] * len(patches) if seconds is None else seconds.flatten().tolist()
         return tuple(
-            self.reduced(rows, grid_of(sides, self.config), each * _rate(self.config))
-            for rows, sides, each in zip(videos, patches, seconds, strict=True)
+            self.reduced(rows, grid_of(sides, self.config), ("video", number), each * _rate(self.config))
+            for number, (rows, sides, each) in enumerate(zip(videos, patches, seconds, strict=True))
         )
 
-    def reduced(self, rows: Tensor, grid: Grid, pace: float = 1.0, **signals: Tensor) -> Tensor:
-        """Reduce the tokens `rows [n, d]` of one image or video; returns the remaining ones with their places."""
+    def reduced(self, rows: Tensor, grid: Grid, item: tuple[str, int], pace: float = 1.0, **signals: Tensor) -> Tensor:
+        """Reduce the tokens `rows [n, d]` of one image or video; returns the remaining ones with their places.
+
+        `item`: its modality and its number among those being encoded.
+        """
         # vllm/model_executor/models/qwen3_vl.py::Qwen3_VisionTransformer.forward appends deepstack's levels as channels.
         features = rows[:, : self.config.get_text_config().hidden_size]  # after them those of deepstack
-        result = self.reducer.reduce(grid, features, **signals)
-        if len(result.anchor) != (count := self.reducer.count(grid)):
-            raise ValueError(
-                f"{self.reducer.chosen} kept {len(result.anchor)} of {math.prod(grid)} tokens, not {count}"
-            )
+        result = self.reducer_of(*item, math.prod(grid)).reduce(grid, features, **signals)
         where = torch.from_numpy(self.places(grid, pace))
         # A merged token keeps the position of its anchor.
         anchors = sent(where, rows.device)[result.anchor]

@@ -6,6 +6,7 @@ prompt has one run of placeholders for the whole video, including text and marks
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,13 @@ class Qwen3Info(QwenInfo):
 class Qwen3Processor(ViewsProcessor, QwenProcessor):
     """Mixin of a processor: a placeholder for each kept token, and for each of the text in a video."""
 
-    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
+    def _placeholders(self, full: Any, count: int, grid: Grid, pace: float) -> Placeholders:
         """Keep an image's first placeholders; a video has one for each of its tokens, including text."""
         if isinstance(full, list):
-            return super()._placeholders(full, grid, pace)
+            return super()._placeholders(full, count, grid, pace)
         visual = self.info.get_hf_config().video_token_id
         text = len(full.full) - full.full.count(visual)
-        return Placeholders([visual] * (text + self.info.reducer.count(grid)), positions=text + _sides(grid))
+        return Placeholders([visual] * (text + count), positions=text + _sides(grid))
 
 
 def _sides(grid: Grid) -> int:
@@ -62,21 +63,22 @@ class ReducedQwen3(ReducedQwen):
         starts, end = super().span(feature)
         if feature.modality == "video":
             grid = grid_of(feature.data["video_grid_thw"].data, self.config)
-            end = starts.shape[1] - self.reducer.count(grid) + _sides(grid)
+            count = self.reducer.of_item(feature.data, "video", math.prod(grid)).count(grid)
+            end = starts.shape[1] - count + _sides(grid)
         return starts, end
 
     def _process_video_input(self, video_input: Any) -> tuple[Tensor, ...]:
         videos = super(ReducedQwen, self)._process_video_input(video_input)  # type: ignore[misc]
         patches = video_input["video_grid_thw"].tolist()
         return tuple(
-            self._with_text(rows, grid_of(sides, self.config), list(times))
-            for rows, sides, times in zip(videos, patches, video_input["timestamps"], strict=True)
+            self._with_text(rows, grid_of(sides, self.config), number, list(times))
+            for number, (rows, sides, times) in enumerate(zip(videos, patches, video_input["timestamps"], strict=True))
         )
 
-    def _with_text(self, rows: Tensor, grid: Grid, times: list[float]) -> Tensor:
-        """Reduce a video's tokens `rows [n, d]`; returns the remaining ones between marks and `times` of its frames, with
-        places."""
-        kept, where = unpack(self.reduced(rows, grid))
+    def _with_text(self, rows: Tensor, grid: Grid, number: int, times: list[float]) -> Tensor:
+        """Reduce the tokens `rows [n, d]` of video `number`; returns the remaining ones with places, between marks and
+        `times` of its frames."""
+        kept, where = unpack(self.reduced(rows, grid, ("video", number)))
         config, frame = self.config, where[:, 0]
         # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor.get_video_repl writes a video in the prompt.
         ids = Qwen3VLMultiModalProcessor.get_video_repl(

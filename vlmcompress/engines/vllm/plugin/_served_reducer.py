@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest
 from vlmcompress.utils.messages import foreign_errors
 
+KEEP, QUERY, STAYS = ARGUMENTS = ("keep", "query", "view_stays")
+"""Processor arguments that are ours: how much images keep, the question, and which of them stay."""
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
 
@@ -80,7 +83,7 @@ class ServedReducer:
         return chooses_images(self.chosen.reducer)
 
     def count(self, grid: Grid) -> int:
-        """Number of tokens that an image keeps, or the maximum if that depends on the image or the request.
+        """Number of tokens that an image keeps, or the maximum if that depends on the image.
 
         For methods within the encoder each frame of a video is an image.
         """
@@ -90,6 +93,20 @@ class ServedReducer:
             return self.counter.buckets[-1]
         frames = grid[0] if self.merges else 1
         return frames * self.chosen.reducer.budget((grid[0] // frames, *grid[1:]))
+
+    @functools.cached_property
+    def largest(self) -> ServedReducer:
+        """The reducer with the largest share that a request may set (see `ReducerChoice.largest`)."""
+        return dataclasses.replace(self, chosen=self.chosen.largest)
+
+    def keeping(self, keep: float, tokens: int) -> ServedReducer:
+        """The reducer with what a request set for an image of `tokens` tokens (see `ReducerChoice.keeping`)."""
+        return dataclasses.replace(self, chosen=self.chosen.keeping(keep, tokens))
+
+    def of_item(self, item: Mapping[str, Any], modality: str, tokens: int) -> ServedReducer:
+        """The reducer of a processed image or video of `tokens` tokens, with what its request set."""
+        field = f"{modality}_{KEEP}"
+        return self.keeping(float(item[field].data), tokens) if field in item else self
 
     @property
     def merges(self) -> bool:

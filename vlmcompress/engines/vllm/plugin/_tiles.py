@@ -23,7 +23,6 @@ from vlmcompress.engines.vllm.plugin._processing import (
     counts_of,
 )
 from vlmcompress.models import spec_for, tile_grid
-from vlmcompress.reduction.methods import Grid, Reduction
 
 
 class TiledInfo(ReducedInfo):
@@ -46,9 +45,9 @@ class TiledInfo(ReducedInfo):
         return tokens
 
     def tile(self) -> tuple[int, int]:
-        """Number of tokens of a tile, and number of kept ones, or the maximum if that depends on its pixels."""
+        """Number of tokens of a tile, and number of kept ones, or the maximum if that depends on its pixels or the request."""
         grid = tile_grid(self.get_hf_config())  # type: ignore[attr-defined]
-        return math.prod(grid), self.reducer.count(grid)
+        return math.prod(grid), self.reducer.largest.count(grid)
 
 
 class TiledProcessor(Counting, ReducedProcessor):
@@ -63,14 +62,20 @@ class TiledProcessor(Counting, ReducedProcessor):
         content = update.resolve(number).content
         # vllm/multimodal/processing/processor.py::PromptUpdateDetails marks the tokens that encoder rows fill with `is_embed`.
         visual = content.is_embed(content.full)
-        full, most = self.info.tile()
-        place = visual.cumsum(0) - 1
-        counts = torch.full((int(visual.sum()) // full,), most)
+        item, tokens = out_mm_kwargs["image"][number], int(visual.sum())
+        grid = tile_grid(self.info.get_hf_config())
+        full, place = math.prod(grid), visual.cumsum(0) - 1
+        counts = torch.full((tokens // full,), self.info.reducer.of_item(item, "image", tokens).count(grid))
         if self.info.reducer.counter:
-            counts = out_mm_kwargs["image"][number][FIELD].data
+            counts = item[FIELD].data
         stays = ~visual | (place % full < counts[place.clamp(min=0) // full])
         ids = torch.tensor(content.full)[stays].tolist()
         return Placeholders(ids, content.is_embed, positions=len(content.full))
+
+
+def tiles_of(item: Any) -> int:
+    """Number of tiles of a processed image, or of frames of a video."""
+    return len(item["pixel_values" if "pixel_values" in item else "pixel_values_videos"].data)
 
 
 class TiledImages(OriginalPositions, PlainRope):
@@ -102,7 +107,7 @@ class TiledImages(OriginalPositions, PlainRope):
         if self.reducer.counter:
             counts: np.ndarray = item[FIELD].data.numpy()
             return counts.cumsum() - 1
-        kept = self.reducer.count(self.grid)
+        kept = tokens // tiles_of(item)
         return np.arange(kept, tokens + 1, kept) - 1
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
@@ -114,23 +119,20 @@ class TiledImages(OriginalPositions, PlainRope):
 
     def _process_image_input(self, image_input: Any) -> Any:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
-        return tuple(self._reduced(rows) for rows in images)
+        return tuple(self._reduced(rows, number) for number, rows in enumerate(images))
 
-    def _reduced(self, rows: Tensor) -> Tensor:
-        """Reduce the tiles `rows [tiles * n, d]` of one image; returns the remaining rows with their places in their tiles."""
+    def _reduced(self, rows: Tensor, number: int) -> Tensor:
+        """Reduce the tiles `rows [tiles * n, d]` of image `number`; returns the remaining rows with their places in tiles."""
         parts, tiles = [], rows.split(math.prod(self.grid))
         if self._merging:
             results = [self._merging.take(1) for _ in tiles]
         else:
-            results = self.reducer.reduce_all([{"grid": self.grid, "features": tile_rows} for tile_rows in tiles])
+            reducer = self.reducer_of("image", number, len(rows))
+            results = reducer.reduce_all([{"grid": self.grid, "features": tile_rows} for tile_rows in tiles])
         for tile_rows, result in zip(tiles, results, strict=True):
             anchors = result.anchor[:, None].expand(-1, DIMS)
             parts.append(pack(result.apply(tile_rows), anchors, math.prod(self.grid) - 1))
         return torch.cat(parts)
-
-    def _reduction(self, grid: Grid, rows: Tensor) -> Reduction:
-        """Decide the reduction of the next tile of the encoder's latest run, or of a video's frames, `rows [n, d]`."""
-        return self._merging.take(grid[0]) if self._merging else self.reducer.reduce(grid, rows)
 
     # vllm/v1/worker/encoder_cudagraph.py::EncoderCudaGraphManager; see `_qwen`.
     def get_encoder_cudagraph_config(self) -> Any:
@@ -141,9 +143,7 @@ class TiledImages(OriginalPositions, PlainRope):
     # profile (vllm/lora/model_manager.py::LoRAModelManager).
     def get_mm_lora_token_counts(self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int) -> tuple[int, int | None]:
         """Numbers of tokens in encoder and projector, which process full tiles."""
-        tiles = num_mm_embeds // self.reducer.count(self.grid)
-        if self.reducer.counter and mm_kwargs is not None:
-            tiles = len(mm_kwargs[FIELD].data)
+        tiles = num_mm_embeds // self.reducer.largest.count(self.grid) if mm_kwargs is None else tiles_of(mm_kwargs)
         num_mm_embeds = tiles * math.prod(self.grid)
         return super().get_mm_lora_token_counts(  # type: ignore[misc]
             modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds

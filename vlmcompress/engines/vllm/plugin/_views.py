@@ -12,6 +12,7 @@ A request may specify names and question itself, with `mm_processor_kwargs: {"na
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,15 +20,15 @@ import torch
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.engines.vllm.plugin._asking import ARGUMENT, embedded
+from vlmcompress.engines.vllm.plugin._asking import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
+from vlmcompress.engines.vllm.plugin._served_reducer import QUERY, STAYS
 from vlmcompress.reduction.hooks import views
 from vlmcompress.utils import hub, tensor_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.tensor_headers import FLOATS
 
-FIELD = "view_stays"  # field of an image, and processor argument: whether each image stays
 NAMES = "names"
 TABLE = ".embed_tokens.weight"
 
@@ -45,16 +46,16 @@ class ViewsProcessor:
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request as vLLM does. ValueError for names with a method that does not choose, or if there is not one per
         image."""
-        kwargs = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != FIELD}
+        kwargs = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name != STAYS}
         if not self.info.reducer.views:
             if NAMES in kwargs:
                 raise ValueError(f"{self.info.reducer.chosen} does not choose among images; leave out '{NAMES}'")
         elif images := inputs.mm_data_items.get_all_counts().get("image", 0):
-            words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(ARGUMENT, None))
+            words = self._named(inputs.prompt, images, kwargs.pop(NAMES, None), kwargs.pop(QUERY, None))
             stays = words and views.kept_images(
                 self.info.reducer.chosen, self._tokenizer, self._table.__getitem__, words
             )
-            kwargs[FIELD] = stays or [True] * images
+            kwargs[STAYS] = stays or [True] * images
         # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor.apply looks up its cache first, image by image, so
         # the choice has to be made before.
         inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
@@ -76,17 +77,19 @@ class ViewsProcessor:
         words = ~torch.isin(ids, torch.tensor(sorted(processor._special_ids)))
         named = views.find_question(self._tokenizer, ids, words, [(column, 1) for column in where])
         if question is not None:
-            named = dataclasses.replace(named, question=processor._words(question))
+            named = dataclasses.replace(named, question=processor._words_of(QUERY, question))
         if names is None:
             return named
-        if not isinstance(names, list) or len(names) != images or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"'{NAMES}' must be a list of {images} texts, one for each image, got {names!r}")
-        return dataclasses.replace(named, names=[processor._words(name) for name in names])
+        if not isinstance(names, list) or len(names) != images:
+            raise ValueError(
+                f"'{NAMES}' must be a list of {images} texts, one for each image, got {reprlib.repr(names)}"
+            )
+        return dataclasses.replace(named, names=[processor._words_of(NAMES, name) for name in names])
 
     # Without the choice in the arguments: it is a list for all images, and would make their keys specific to this request.
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
         kwargs = dict(inputs.hf_processor_mm_kwargs)
-        stays = kwargs.pop(FIELD, None)
+        stays = kwargs.pop(STAYS, None)
         hashes: dict[str, list[str]] = super()._get_mm_hashes(  # type: ignore[misc]
             dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         )
@@ -99,24 +102,22 @@ class ViewsProcessor:
     # images, the processor afterwards only with those missing in its cache.
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
         kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
-        if FIELD not in kwargs:
+        if STAYS not in kwargs:
             return kwargs
-        missing = [stay for stay, hit in zip(kwargs[FIELD], mm_is_cached["image"], strict=True) if not hit]
-        return {**kwargs, FIELD: missing}
+        missing = [stay for stay, hit in zip(kwargs[STAYS], mm_is_cached["image"], strict=True) if not hit]
+        return {**kwargs, STAYS: missing}
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
-        data = super()._apply_hf_processor_main(  # type: ignore[misc]
-            mm_items, {name: value for name, value in hf_kwargs.items() if name != FIELD}
-        )
-        if hf_kwargs.get(FIELD):
-            data[FIELD] = torch.tensor(hf_kwargs[FIELD])
+        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
+        if hf_kwargs.get(STAYS):
+            data[STAYS] = torch.tensor(hf_kwargs[STAYS])
         return data
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         from vllm.multimodal.inputs import MultiModalFieldConfig
 
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
-        return {**fields, FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
+        return {**fields, STAYS: MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         placeholders: Placeholders = super()._shortened(update, number, mm_items, out_mm_kwargs)  # type: ignore[misc]
@@ -127,7 +128,7 @@ class ViewsProcessor:
 
 def is_kept(item: Mapping[str, Any]) -> bool:
     """Whether a processed image stays; True for methods that do not choose."""
-    return FIELD not in item or bool(item[FIELD].data)
+    return STAYS not in item or bool(item[STAYS].data)
 
 
 def table_of(source: str) -> Tensor:
@@ -157,7 +158,7 @@ class ViewsModel:
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode images as the model does, except those that are left out."""
-        stays = kwargs.pop(FIELD, None)
+        stays = kwargs.pop(STAYS, None)
         parent: Any = super()
         if stays is None or all(kept := [bool(stay) for stay in stays.flatten()]):
             return parent.embed_multimodal(**kwargs)

@@ -20,9 +20,9 @@ SIGNALS = ("features", "query")
 class Processor(QwenProcessor):
     """Mixin of the processor: text continues after all of an image's tokens."""
 
-    def _placeholders(self, full: Any, grid: Grid, pace: float) -> Placeholders:
-        """Select from the `full` placeholders of an image those that remain; text continues after all of them."""
-        return Placeholders(full[: self.info.reducer.count(grid)], positions=len(full))
+    def _placeholders(self, full: Any, count: int, grid: Grid, pace: float) -> Placeholders:
+        """Select from the `full` placeholders of an image the `count` that remain; text continues after all of them."""
+        return Placeholders(full[:count], positions=len(full))
 
 
 @register_processing(ImagesInfo, Processor)

@@ -73,7 +73,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
 
         def too_many(frames: int) -> bool:
             text = len(script(processor, frames, 0))
-            return text + frames * full > most or text + self.reducer.count(self.film(frames)) > room
+            return text + frames * full > most or text + self.reducer.largest.count(self.film(frames)) > room
 
         return max(bisect.bisect(range(1, max(most // full, 1) + 1), False, key=too_many), 1)
 
@@ -88,7 +88,8 @@ class Processor(TiledProcessor, InternS1MultiModalProcessor):
         content, (visual,) = update.resolve(number).content, update.target
         full, _ = self.info.tile()
         tokens = content.full.count(visual)
-        rest = len(content.full) - tokens + self.info.reducer.count(self.info.film(tokens // full))
+        reducer = self.info.reducer.of_item(out_mm_kwargs["video"][number], "video", tokens)
+        rest = len(content.full) - tokens + reducer.count(self.info.film(tokens // full))
         return Placeholders([visual] * rest, positions=len(content.full))
 
 
@@ -107,7 +108,8 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         if feature.modality == "image":
             return super().span(feature)
         grid, tokens = self._film(feature.data["video_num_patches"].data), feature.mm_position.length
-        return np.zeros((DIMS, tokens), np.int64), tokens - self.reducer.count(grid) + math.prod(grid)
+        kept = self.reducer.of_item(feature.data, "video", math.prod(grid)).count(grid)
+        return np.zeros((DIMS, tokens), np.int64), tokens - kept + math.prod(grid)
 
     def _film(self, frames: Any) -> Grid:
         return int(frames), *self.grid[1:]
@@ -117,12 +119,15 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
     def _process_vision_input(self, image_input: Any) -> tuple[Tensor, ...]:
         items = super()._process_vision_input(image_input)
         if image_input["type"] == "pixel_values":
-            return tuple(self._reduced(rows) for rows in items)
-        frames = image_input["num_patches"]
-        return tuple(self._with_text(rows, self._film(count)) for rows, count in zip(items, frames, strict=True))
+            return tuple(self._reduced(rows, number) for number, rows in enumerate(items))
+        films = [self._film(frames) for frames in image_input["num_patches"]]
+        return tuple(
+            self._with_text(rows, grid, number) for number, (rows, grid) in enumerate(zip(items, films, strict=True))
+        )
 
-    def _with_text(self, rows: Tensor, grid: Grid) -> Tensor:
-        """Reduce a video's tokens `rows [n, d]`; returns the remaining ones and the text around frames, with places."""
+    def _with_text(self, rows: Tensor, grid: Grid, number: int) -> Tensor:
+        """Reduce the tokens `rows [n, d]` of video `number`; returns the remaining ones and the text around frames, with
+        places."""
         ids = torch.tensor(script(self._processor, grid[0], math.prod(self.grid)))
         visual: Any = ids == self.video_context_token_id
         columns, text, words = (
@@ -131,7 +136,7 @@ class VlmcompressInternVLForConditionalGeneration(TiledImages, InternS1ForCondit
         every = rows.new_zeros(len(ids), rows.shape[1])
         every[columns] = rows
         every[text] = embedded(self.get_language_model(), words).to(rows)
-        result = join_reductions(
-            [Reduced(0, columns, grid, 0, (0, len(ids)), self._reduction(grid, rows))], rows.device
-        )
+        reducer = self.reducer_of("video", number, len(rows))
+        reduction = self._merging.take(grid[0]) if self._merging else reducer.reduce(grid, rows)
+        result = join_reductions([Reduced(0, columns, grid, 0, (0, len(ids)), reduction)], rows.device)
         return pack(result.apply(every), result.anchor[:, None].expand(-1, DIMS), len(ids) - 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from vllm.model_executor.models.llava import (
     LlavaDummyInputsBuilder,
     LlavaForConditionalGeneration,
@@ -75,12 +76,12 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         signals = [self._scan.of(number) if self._scan else {} for number in range(len(pixels))]
         if self.reducer.chosen.reducer.STAGE == "encoder":
             reductions = [
-                self.reducer.reduce(grid, rows, **image_signals)
-                for rows, image_signals in zip(features, signals, strict=True)
+                self.reducer_of("image", number, len(rows)).reduce(grid, rows, **image_signals)
+                for number, (rows, image_signals) in enumerate(zip(features, signals, strict=True))
             ]
-            features = torch.stack(
-                [reduction.apply(rows) for reduction, rows in zip(reductions, features, strict=True)]
-            )
+            # Requests may keep different shares; the projector takes row by row.
+            images = zip(reductions, features, strict=True)
+            features = pad_sequence([reduction.apply(rows) for reduction, rows in images], batch_first=True)
             return self._projected(features, reductions)
         rows = self.multi_modal_projector(features)
         return self._reduced(rows, [image.shape[-2:] for image in pixels], signals.__getitem__)

@@ -40,8 +40,8 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         return {"image": None, "video": 0 if self.reducer.chosen.query_aware else None}
 
     def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
-        """Number of placeholders of a video in the prompt."""
-        return self.reducer.count(film(self.get_hf_config(), num_frames)) + 1
+        """The most placeholders of such a video in the prompt."""
+        return self.reducer.largest.count(film(self.get_hf_config(), num_frames)) + 1
 
     def get_num_frames_with_most_features(self, seq_len: int, mm_counts: Mapping[str, int]) -> int:
         """The most frames: kept tokens must fit the prompt, and all tokens with the largest images the model's positions.
@@ -56,16 +56,17 @@ class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
         frames = 1
         while frames < FRAMES:
             grid = film(self.get_hf_config(), frames + 1)
-            if math.prod(grid) + 1 > most or (self.reducer.count(grid) + 1) * videos > seq_len:
+            if math.prod(grid) + 1 > most or (self.reducer.largest.count(grid) + 1) * videos > seq_len:
                 break
             frames += 1
         return frames
 
-    def positions(self, modality: str, items: Any, number: int) -> int:
-        """Number of tokens that item `number` of `items` has before it is reduced."""
+    def lengths(self, modality: str, items: Any, number: int, item: Any) -> tuple[int, int]:
+        """Number of tokens of item `number` of `items`, before it is reduced and after; `item`: its processed form."""
         if modality == "image":
-            return super().positions(modality, items, number)
-        return math.prod(film(self.get_hf_config(), items.get_num_frames(number))) + 1
+            return super().lengths(modality, items, number, item)
+        grid = film(self.get_hf_config(), items.get_num_frames(number))
+        return math.prod(grid) + 1, self.reducer.of_item(item, modality, math.prod(grid)).count(grid) + 1
 
     @functools.cached_property
     def _largest(self) -> ImageSize:
@@ -109,8 +110,10 @@ class VlmcompressLlavaOnevisionForConditionalGeneration(LlavaShaped, LlavaOnevis
     # and appends the newline, which is after a video's grid and stays.
     def _process_video_pixels(self, inputs: Any) -> tuple[Tensor, ...]:
         reduced = []
-        for pixels, rows in zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True):
+        videos = zip(inputs["pixel_values_videos"], super()._process_video_pixels(inputs), strict=True)
+        for number, (pixels, rows) in enumerate(videos):
             grid = film(self.config, len(pixels))
-            result = self._reductions([(rows, [(grid, range(math.prod(grid)))], {})])[0]
+            reducer = self.reducer_of("video", number, math.prod(grid))
+            result = self._reductions([(rows, [(grid, range(math.prod(grid)))], {}, reducer)])[0]
             reduced.append(self._placed(result.apply(rows), result))
         return tuple(reduced)
