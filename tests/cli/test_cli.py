@@ -379,7 +379,7 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert message in output and output.count("\n") == 1
 
 
-def test_an_unusable_gpu_is_told():
+def test_an_unusable_gpu_ends_in_a_note():
     """torch warns of an old driver in these words; other warnings are silenced."""
     code = "import warnings; from vlmcompress.cli import _process; _process.quiet_libraries(); "
     code += "[warnings.warn(text) for text in ('CUDA initialization: The driver is too old', 'deprecated')]"
