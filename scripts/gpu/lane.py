@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_lane import VERSION
@@ -186,25 +185,6 @@ def pack(folder: Path, few: bool) -> list[Path]:
 # --- There: the parts ---
 
 
-class Joined(io.RawIOBase):
-    """Parts, read as the one file that they were."""
-
-    def __init__(self, parts: Iterable[Path]) -> None:
-        self.files = [open(part, "rb") for part in parts]  # noqa: SIM115 - closed at their ends
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read on into a buffer; returns the bytes that were read."""
-        while self.files:
-            if count := self.files[0].readinto(buffer):
-                return count
-            self.files.pop(0).close()
-        return 0
-
-
 def unpacked(part: Path) -> Path | None:
     """Keep a part outside the checkout. Returns the folder with what is in all of them; None while one is missing.
 
@@ -230,7 +210,8 @@ def unpacked(part: Path) -> Path | None:
         return None
     if not (made / "tree").exists():
         shutil.rmtree(made / ".tree", ignore_errors=True)
-        with tarfile.open(fileobj=io.BufferedReader(Joined(parts), 1 << 20), mode="r|xz") as archive:
+        packed = io.BytesIO(b"".join(part.read_bytes() for part in parts))  # below 100 MB
+        with tarfile.open(fileobj=packed, mode="r|xz") as archive:
             archive.extractall(made / ".tree", filter="tar")
         (made / ".tree").rename(made / "tree")
     return made

@@ -55,9 +55,9 @@ OPERATORS = (
 )
 
 MARLIN = "-marlin"  # the checkpoint without this word, in Marlin where vLLM would take Machete
-# name -> keys of a recipe of demo-llava
 ASYMMETRIC = {"scheme": "gptq", "options": {"symmetric": False}}
 SYMMETRIC = {"scheme": "gptq", "options": {"symmetric": True}}
+# name -> keys of a recipe of demo-llava
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"scheme": "fp8"},
     "int8": {"scheme": "int8"},
@@ -98,7 +98,7 @@ def prepare(data: Path, few: bool = False) -> None:
 
     The CPU's answers are transformers', of the same codes dequantized, in float32: what 16 bits and a scheme's rounding of
     activations change counts as a difference. Of 41 tokens that `coverage` keeps of four images, it shares 41, 41, 38 and 41
-    with vLLM in bfloat16 on a CPU, where transformers in bfloat16 shares 38, 39, 41 and 36 with that.
+    with vLLM in bfloat16 on a CPU, where transformers in bfloat16 shares 38, 39, 38 and 36 with that.
     """
     import vlmcompress
     from vlmcompress.export.convert import convert
