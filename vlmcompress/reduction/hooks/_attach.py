@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -202,13 +201,8 @@ class Attachment:
                 grid = f"a {unit.grid[1]}x{unit.grid[2]} grid"
                 text = f"keep={self.reducer.keep:g}: the share is less than one token of {grid}; such images are kept whole"
                 warnings.warn(text, KeptWhole, stacklevel=2)
-        # Units whose reducers are equal go together.
-        pairs = [(self._reducer_of(unit), each) for unit, each in zip(units, signals, strict=True)]
-        results = [
-            result
-            for reducer, group in itertools.groupby(pairs, key=lambda pair: pair[0])
-            for result in methods.reduce_all(reducer, [each for _, each in group])
-        ]
+        pairs = zip(map(self._reducer_of, units), signals, strict=True)
+        results = list(methods.grouped(pairs, methods.reduce_all))
         self.reduced_units += [unit.reduced(result) for unit, result in zip(units, results, strict=True)]
         return results
 

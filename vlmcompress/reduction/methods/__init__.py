@@ -19,5 +19,5 @@ from __future__ import annotations
 from vlmcompress.reduction.methods._base import LEAST_SHARE, MOST, Grid, Reducer, Reduction, Signals, share
 from vlmcompress.reduction.methods._counter import TokenCounter, fit_counter, read_counter
 from vlmcompress.reduction.methods._layerwise import Merger
-from vlmcompress.reduction.methods._run import merge_layer, missing, reduce, reduce_all, too_small
+from vlmcompress.reduction.methods._run import grouped, merge_layer, missing, reduce, reduce_all, too_small
 from vlmcompress.utils.registry import REDUCERS as REGISTRY

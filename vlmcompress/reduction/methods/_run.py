@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from vlmcompress.reduction.methods._base import Grid, Reducer, Reduction, Signals, rounded
 
+_R = TypeVar("_R")
+_T = TypeVar("_T")
 _ENTRIES = 2**26  # most entries of the cosine tables of images that are reduced together
 
 
@@ -55,6 +60,18 @@ def reduce_all(reducer: Reducer, images: Sequence[Signals], check: bool = True) 
     for start in range(0, len(images), most):
         results += _at_once(reducer, images[start : start + most])
     return [_require_valid(reducer, result, reducer.budget(images[0].grid), check) for result in results]
+
+
+def grouped(
+    pairs: Iterable[tuple[_R, _T]], reduce_all: Callable[[_R, list[_T]], Sequence[Reduction]]
+) -> Iterator[Reduction]:
+    """The reductions of images, each by a reducer of its own: neighbours with equal ones go to `reduce_all` together.
+
+    Args:
+        pairs: reducer, and what `reduce_all` takes of an image.
+    """
+    for reducer, group in itertools.groupby(pairs, key=itemgetter(0)):
+        yield from reduce_all(reducer, [image for _, image in group])
 
 
 def _shapes(image: Signals) -> tuple[object, ...]:

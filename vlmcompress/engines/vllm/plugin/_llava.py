@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInf
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reduction.hooks.units import Unit, join_reductions
-from vlmcompress.reduction.methods import Grid, Reduction
+from vlmcompress.reduction.methods import Grid, Reduction, grouped
 
 
 @functools.cache
@@ -121,8 +120,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
                 tiles.append((reducer, {"grid": grid, "features": rows[columns], **signals}))
                 units[-1].append(Unit(0, columns, grid, 0, (0, len(rows))))
         # All tiles of all images of the step at once: those of one shape and share use every kernel together.
-        groups = itertools.groupby(tiles, key=lambda tile: tile[0])
-        results = (result for reducer, group in groups for result in reducer.reduce_all([tile for _, tile in group]))
+        results = grouped(tiles, ServedReducer.reduce_all)
         return [
             join_reductions([unit.reduced(next(results)) for unit in parts], parts[0].columns.device) for parts in units
         ]
