@@ -62,7 +62,8 @@ def extended(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str,
 
 
 def traces(model: torch.nn.Module) -> list:
-    """All that attaching might leave after: hooks, and attributes by identity."""
+    """All that attaching might leave after: hooks, and attributes by identity; of a model that has run, as transformers adds
+    hooks of its own at the first call."""
     traced: list = []
     for name, module in model.named_modules():
         traced.append((name, len(module._forward_hooks), len(module._forward_pre_hooks)))

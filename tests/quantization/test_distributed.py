@@ -33,8 +33,10 @@ def asked(world: Path, out: Path, *extra: str) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
-    """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip, and others
-    after them: fewer tokens than inputs leave many codes open."""
+    """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip.
+
+    GPTQ corrects what they change in the blocks after the first, where fewer tokens than inputs leave many codes open.
+    """
     call = asked(world, tmp_path / "two", "--scheme", scheme, "--set", "options.balance=mbq", "--json")
     (code, out, err), (other, silent, nothing) = ended(start("quantize", *call))
     assert (code, other) == (0, 0), err + nothing
@@ -46,15 +48,17 @@ def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     for name, expected in single.items():
         if expected.is_floating_point():
             torch.testing.assert_close(two[name].float(), expected.float(), rtol=0.02, atol=1e-3, msg=name)
-        else:
-            # two codes a byte
+        elif scheme == "awq" or ".layers.0." in name:
+            assert (two[name] == expected).float().mean() > 0.97, name
+        else:  # two codes a byte
             codes, others = (packed.contiguous().view(torch.uint8) for packed in (expected, two[name]))
             equal = [codes % 16 == others % 16, codes // 16 == others // 16]
             assert torch.stack(equal).float().mean() > 0.95, name
     manifests = [json.loads((tmp_path / name / "vlmcompress.json").read_text()) for name in ("one", "two")]
     assert manifests[0]["calibration"] == manifests[1]["calibration"]
     for layer, errors in manifests[0]["errors"].items():
-        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=0.15), layer
+        off = 0.05 if scheme == "awq" or ".layers.0." in layer else 0.15
+        assert manifests[1]["errors"][layer] == pytest.approx(errors, rel=off), layer
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 

@@ -121,11 +121,11 @@ def test_names_of_images_decide_what_stays(family, keep):
 def test_prompts_without_a_choice_are_untouched(family):
     """All views, a single view, text alone: no bit changes."""
     vlm = tiny(family)
-    before = traces(vlm.model)
     for prompt, keep in ((CAMERAS, 1), (SINGLE, 0.1), (([], NONE[1]), 0.1)):
         inputs = encode(vlm, prompt)
         plain = vlm.model(**inputs).logits
+        before = traces(vlm.model)
         with attach(vlm, "litevlm", {"keep": keep}) as attached:
             assert torch.equal(vlm.model(**inputs).logits, plain)
         assert len(attached.reduced_units) == len(prompt[0])
-    assert traces(vlm.model) == before
+        assert traces(vlm.model) == before
