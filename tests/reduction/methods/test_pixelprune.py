@@ -110,8 +110,8 @@ def test_margins_go_and_text_stays():
         assert counts == sorted(counts, reverse=True) and counts[0] < math.prod(grid) and counts[-1] == 1
         inked = (pixels.amax(1) - pixels.amin(1) > 0.5).nonzero().flatten().tolist()
         left = kept(grid, pixels, 0.0)
-        standing = {tuple(pixels[number].tolist()) for number in left}
-        assert len(inked) > 20 and all(tuple(pixels[number].tolist()) in standing for number in inked)
+        units = {tuple(pixels[number].tolist()) for number in left}
+        assert len(inked) > 20 and all(tuple(pixels[number].tolist()) in units for number in inked)
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.5, True, "half", None, math.nan])

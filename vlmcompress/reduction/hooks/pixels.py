@@ -53,7 +53,7 @@ def _colours(pixels: Tensor, image_processor: Any) -> Tensor:
     """
     whole = not pixels.is_floating_point()
     channels = pixels.flatten(1).unflatten(1, (3, -1)).float()
-    std = 1.0
+    std = torch.ones((), device=pixels.device)
     if whole or getattr(image_processor, "do_normalize", False):
         mean, std = (
             torch.tensor(getattr(image_processor, name), device=pixels.device)[:, None]
