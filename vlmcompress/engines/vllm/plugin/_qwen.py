@@ -134,7 +134,11 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
             self.reduced(
-                rows, grid_of(patches, self.config), ("image", number), **self.question(number), **self.decided(rows)
+                rows,
+                grid_of(patches, self.config),
+                ("image", number),
+                1.0,
+                **(self.question(number) | self.decided(rows)),
             )
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
