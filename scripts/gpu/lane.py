@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from gpu.check import ROOT, STATUSES, BadInput, Check, Part, Step, download, gpu
 
 PYTHON = "3.12"
 CAPABILITY = 90  # of the GPU's code that is kept: Hopper
+MEMORY = 75 * 1024  # MiB; `served` has three models of 7 B up at once
 BROUGHT = (
     "annotated-doc", "annotated-types", "anthropic", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "cffi",
     "cloudpickle", "compressed-tensors", "cryptography", "depyf", "docstring-parser", "einops", "fastapi", "gguf", "httpcore2",
@@ -134,7 +137,9 @@ def lay_out(wheels: Iterable[Path], site: Path) -> None:
 def written(tree: Path, folder: Path, most: int) -> list[Path]:
     """Pack a tree into folders of a part each, `folder/1` and so on. Returns the parts."""
     packed = folder / "packed.tar.xz"
-    with tarfile.open(packed, "w:xz", preset=9) as archive:  # whose window of 64 MB sees what checkpoints share
+    # The window of 64 MB sees what checkpoints share. Preset 9 takes several times as long, for a few percent.
+    window: list[dict[str, int]] = [{"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 2**26}]
+    with lzma.open(packed, "wb", filters=window) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for child in sorted(tree.iterdir()):
             archive.add(child, child.name)
     size = packed.stat().st_size
@@ -241,6 +246,24 @@ STEPS = (
 )  # fmt: skip
 
 
+@cache
+def machine_problem(data: Path) -> str | None:
+    """Why the steps can't run on this machine, in a line."""
+    from vlmcompress.utils.gpu import forked_engine_problem
+
+    if (here := gpu()) is None:
+        return "nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one"
+    capability = 10 * here.capability[0] + here.capability[1]
+    if capability != CAPABILITY:
+        return (
+            f"{here.name} has compute capability {capability / 10}, and the parts have code for {CAPABILITY / 10} alone; use "
+            "an H100 or H200"
+        )
+    if here.memory < MEMORY:
+        return f"{here.name} has {here.memory / 1024:.0f} GiB of memory; the steps need {MEMORY / 1024:.0f}"
+    return forked_engine_problem(data)
+
+
 def go_on(
     data: Path,
     work: Path,
@@ -271,8 +294,8 @@ def go_on(
         for part in step.parts:
             if only and not {step.name, f"{step.name}/{part.name}"} & set(only):
                 continue
-            if step.gpu and not tiny and not gpu():
-                raise BadInput("nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one")
+            if step.gpu and not tiny and (problem := machine_problem(data)):
+                raise BadInput(problem)
             rest = limit - (time.monotonic() - began) / 60
             check = Check(results, work, tiny, sys.executable, max(rest, 0.01), only if again else (), site)
             left += run(check, [replace(step, parts=[part])])
