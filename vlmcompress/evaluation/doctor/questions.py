@@ -119,31 +119,29 @@ def sized_questions(
         requests.append(Request(name, [{"role": "user", "content": [*parts, words]}], length))
 
     for name in sizes:
-        pixels = TOGETHER if name == SEVERAL else (tuple(map(int, name.split("x"))),)
+        width, _, height = name.partition("x")
+        pixels = TOGETHER if name == SEVERAL else ((int(width), int(height)),)
         images, colour = [], ""
         for size in pixels:
             image, colour = _drawn(chance, size)
             images.append(sample.images[0].resize(size, Image.Resampling.BICUBIC) if sample else image)
         add(name, images, colour)
-        if scaled and name != SEVERAL and (size := scaled_size(scaled, *pixels[0])) and size != pixels[0]:
-            add(name + SCALED, [images[0].resize(size, Image.Resampling.BICUBIC)], colour)
+        if scaled and name != SEVERAL and (smaller := scaled_size(scaled, *pixels[0])) and smaller != pixels[0]:
+            add(name + SCALED, [images[0].resize(smaller, Image.Resampling.BICUBIC)], colour)
     return requests
 
 
 def scaled_size(folder: Path, width: int, height: int) -> tuple[int, int] | None:
     """To how many pixels a checkpoint's processor scales an image; None where it cuts or pads it, or refuses that size."""
     spec, processor = models.spec_for(models.read_config(folder)), models.load_processor(folder)
-    side = (
-        getattr(processor.image_processor, "patch_size", None),
-        getattr(processor.image_processor, "merge_size", None),
-    )
+    patch, merge = (getattr(processor.image_processor, name, None) for name in ("patch_size", "merge_size"))
     try:
         pieces = spec.layout(processor, width, height, 1).pieces
     except ValueError:
         return None
-    if None in side or len(pieces) != 1:
+    if not patch or not merge or len(pieces) != 1:
         return None
-    unit = side[0] * side[1]
+    unit = patch * merge
     size = pieces[0].columns * unit, pieces[0].rows * unit
     return size if max(size) <= 200 * min(size) else None  # Qwen's processors refuse longer ones
 
