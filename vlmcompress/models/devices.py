@@ -156,7 +156,7 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_PRODUCTS = {functional.linear, functional.scaled_dot_product_attention, functional.conv2d, functional.conv3d}
+_PRODUCTS: set[Any] = {functional.linear, functional.scaled_dot_product_attention, functional.conv2d, functional.conv3d}
 _PRODUCTS |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm}
 _FEW = 5  # with fewer rows it costs more to convert a layer's weight
 _INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
