@@ -19,6 +19,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.gpu import gpu_problem
+
 _ROOM = 0.8  # share of an accelerator's free memory that weights may take
 
 
@@ -31,7 +34,13 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator of this process, with its index (as in its tensors' `device`); None if there is none."""
+    """The accelerator of this process, with its index (as in its tensors' `device`); None if there is none.
+
+    Raises:
+        UserError: there is a GPU that torch can't use (`utils.gpu`).
+    """
+    if problem := gpu_problem():
+        raise UserError(problem)
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
