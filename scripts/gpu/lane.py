@@ -29,6 +29,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from gpu.check import ROOT, STATUSES, BadInput, Check, Part, Step, download, gpu
 
 PYTHON = "3.12"
 CAPABILITY = 90  # of the GPU's code that is kept: Hopper
+MEMORY = 75 * 1024  # MiB; `served` has three models of 7 B up at once
 BROUGHT = (
     "annotated-doc", "annotated-types", "anthropic", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "cffi",
     "cloudpickle", "compressed-tensors", "cryptography", "depyf", "docstring-parser", "einops", "fastapi", "gguf", "httpcore2",
@@ -241,6 +243,24 @@ STEPS = (
 )  # fmt: skip
 
 
+@cache
+def machine_problem(data: Path) -> str | None:
+    """Why the steps can't run on this machine, in a line."""
+    from vlmcompress.utils.gpu import forked_engine_problem
+
+    if (here := gpu()) is None:
+        return "nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one"
+    capability = 10 * here.capability[0] + here.capability[1]
+    if capability != CAPABILITY:
+        return (
+            f"{here.name} has compute capability {capability / 10}, and the parts have code for {CAPABILITY / 10} alone; use "
+            "an H100 or H200"
+        )
+    if here.memory < MEMORY:
+        return f"{here.name} has {here.memory / 1024:.0f} GiB of memory; the steps need {MEMORY / 1024:.0f}"
+    return forked_engine_problem(data)
+
+
 def go_on(
     data: Path,
     work: Path,
@@ -271,8 +291,8 @@ def go_on(
         for part in step.parts:
             if only and not {step.name, f"{step.name}/{part.name}"} & set(only):
                 continue
-            if step.gpu and not tiny and not gpu():
-                raise BadInput("nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one")
+            if step.gpu and not tiny and (problem := machine_problem(data)):
+                raise BadInput(problem)
             rest = limit - (time.monotonic() - began) / 60
             check = Check(results, work, tiny, sys.executable, max(rest, 0.01), only if again else (), site)
             left += run(check, [replace(step, parts=[part])])

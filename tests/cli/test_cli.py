@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kit import calibration_rows, tiny
 from tests.kit.command_line import loud  # noqa: F401
@@ -21,6 +22,7 @@ from vlmcompress import cli
 from vlmcompress import cli as commands
 from vlmcompress.cli import quantize
 from vlmcompress.utils.errors import GateError, UserError
+from vlmcompress.utils.messages import foreign_errors
 from vlmcompress.utils.registry import VERBS, Registry
 
 
@@ -364,6 +366,14 @@ def raising(error: BaseException):
             "error: out of memory",
         ),
         (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 7.79 GiB of which 0.9 GiB is "
+                "free. Including non-PyTorch memory, this process has 6.9 GiB memory in use."
+            ),
+            2,
+            "error: out of memory on the GPU: it has 7.79 GiB, of which 0.9 GiB are free, and needed 1.50 GiB more; ",
+        ),
+        (
             caused(UserError("config.json is not valid; restore it"), MemoryError()),
             2,
             "error: out of memory; use fewer",
@@ -379,12 +389,22 @@ def test_exit_codes(capfd, monkeypatch, error, code, message):
     assert message in output and output.count("\n") == 1
 
 
+def test_a_package_that_other_code_misses_is_named_with_its_extra() -> None:
+    for missing, remedy in (
+        ("peft", r"pip install '\.\[compress\]' in the checkout"),
+        ("tiktoken", "install tiktoken"),
+    ):
+        error = ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+        with pytest.raises(UserError, match=f"^what .No module named '{missing}'.; {remedy}"), foreign_errors("what"):
+            raise error
+
+
 def test_an_unusable_gpu_ends_in_a_note():
-    """torch warns of an old driver in these words; other warnings are silenced."""
+    """torch warns in these words where CUDA does not start; other warnings are silenced."""
     code = "import warnings; from vlmcompress.cli import _process; _process.quiet_libraries(); "
-    code += "[warnings.warn(text) for text in ('CUDA initialization: The driver is too old', 'deprecated')]"
+    code += "[warnings.warn(text) for text in ('CUDA initialization: CUDA unknown error', 'deprecated')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == "note: CUDA initialization: The driver is too old\n"
+    assert done.stderr == "note: CUDA initialization: CUDA unknown error\n"
 
 
 METADATA = "Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"

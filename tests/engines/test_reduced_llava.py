@@ -30,6 +30,9 @@ MORE = {
     "idefics3": ("idefics3", "dart:0.5", CHUNKED | CACHED, 2),
     "llava-onevision": ("llava-onevision", "random:0.25", CHUNKED | CACHED, 2),
     "internvl, images too": ("internvl", "dart:0.5", CHUNKED | CACHED, 2),
+    "pixels": ("demo", "pixelprune:threshold=0.1", CHUNKED | CACHED, 2),
+    "pixels of internvl": ("internvl", "pixelprune", CHUNKED | CACHED, 2),
+    "pixels of idefics3": ("idefics3", "pixelprune", CHUNKED | CACHED, 2),
     "question": ("demo", "relevance:0.5", CACHED, 2),
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "attention in two layers": ("demo", "vscan:0.25,shallow=1", CHUNKED | CACHED, 2),
@@ -61,7 +64,9 @@ def serve(chosen: dict, folder: Path, count: int = 8) -> dict[str, tuple[dict, l
             path = DEMO_LLAVA if source == "demo" else cases.tiny(source, folder / source)
             models[source] = path, cases.loaded(path)
         path, vlm = models[source]
-        turns = cases.questions(count, "llava") if source == "demo" else cases.noisy()
+        turns = (
+            cases.questions(count, "llava") if source == "demo" else cases.noisy(flat=reducer.startswith("pixelprune"))
+        )
         requests = [cases.request(vlm, each, folder / name / "images") for each in turns]
         reducer = cases.trained(reducer, vlm, folder / name)
         films = [cases.film(vlm, folder / name / "videos", frames) for frames in (6, 3) if name in FILMED]

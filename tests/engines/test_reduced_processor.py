@@ -13,7 +13,13 @@ from tests.kit.places import DEMO_LLAVA
 from tests.kit.reduced_cases import reduced
 
 pytestmark = pytest.mark.engine
-REDUCERS = {"half": "dart:0.5,keep_max=0.75", "quarter": "dart:0.25", "asks": "relevance:0.5"}
+REDUCERS = {
+    "half": "dart:0.5,keep_max=0.75",
+    "quarter": "dart:0.25",
+    "asks": "relevance:0.5",
+    "exact": "pixelprune",
+    "close": "pixelprune:threshold=0.1",
+}
 FILMED = ("internvl", "short", "llava-onevision")
 ROOM = 256
 
@@ -75,7 +81,7 @@ def test_counts_are_exact(processed):
 
 
 def test_the_cache_key_of_an_image_includes_the_reducer(processed):
-    assert len({processed[name]["plain"]["name"] for name in REDUCERS}) == 3
+    assert len({processed[name]["plain"]["name"] for name in REDUCERS}) == len(REDUCERS)
     assert (
         processed["half"]["plain"]["name"] == processed["half"]["again"]["name"] == processed["half"]["other"]["name"]
     )
@@ -97,6 +103,15 @@ def test_a_request_sets_its_share(processed):
     assert "'keep' must be a share above 0 and at most 0.75" in half["too much"]["error"]
     assert "dart:0.25 has no 'keep_max'" in processed["quarter"]["more"]["error"]
     assert (half["reserved"], processed["quarter"]["reserved"]) == (61, 20)
+
+
+def test_counts_follow_from_pixels(processed):
+    """81 of noise, and for the largest image; one of a blank image; of two images each its own number."""
+    for name in ("exact", "close"):
+        asked_of = processed[name]
+        counts = [asked_of[prompt]["prompt"] for prompt in ("plain", "blank", "both")]
+        assert (counts, asked_of["reserved"]) == ([81 - 1, 1 - 1, 82 - 2], 81)
+        assert "has no 'keep_max'" in asked_of["more"]["error"]
 
 
 def test_a_question_that_would_harm_the_engine_is_refused(processed):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit import calibration_rows, lane, tiny
+from tests.kit import calibration_rows, forks, lane, tiny
 from vlmcompress import engines, models
 from vlmcompress.engines import EngineSettings
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
@@ -111,8 +110,8 @@ def test_a_few_quantized_checkpoints_answer_with_every_reducer(
 
 def test_one_checkpoint_answers_in_the_newer_vllm(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/test --slow` runs all tests of engines there."""
-    monkeypatch.setenv("PYTHONPATH", lane.environment()["PYTHONPATH"])
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    newer = forks.python(*forks.VLLM, path=lane.environment()["PYTHONPATH"])
+    monkeypatch.setenv(PYTHON_VARIABLE, newer)
     assert check(world, tmp_path, FEW[0]) == "0.33.0"
 
 

@@ -42,12 +42,16 @@ BOTH = CHUNKED | CACHED
 RECURRENT = CHUNKED | {"dtype": "bfloat16", "enable_prefix_caching": False}
 CASES = {
     "cached": Case("demo", "coverage:0.5,keep_max=1", CACHED, passes=2),
-    "qwen2-vl": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
+    "qwen2-vl": Case("qwen2-vl", "pixelprune", BOTH, passes=2),
     "qwen3-vl": Case("qwen3-vl", "dart:0.5,keep_max=1", BOTH, passes=2, film=True),
     "qwen3-5": Case("qwen3-5", "uniform:0.5", RECURRENT, film=True),
 }
 TALL = {"tall, in BF16": Case("tall", "random:0.5", {"dtype": "bfloat16"})}
 MORE = {
+    "pixels of the demo": Case("demo", "pixelprune:threshold=0.1", BOTH, passes=2),
+    "pixels of paddleocr-vl": Case("paddleocr-vl", "pixelprune", BOTH, passes=2),
+    "pixels of qwen3-vl": Case("qwen3-vl", "pixelprune", BOTH, passes=2),
+    "qwen2-vl, films too": Case("qwen2-vl", "uniform:0.25", BOTH, passes=2, film=True),
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
     "qwen2-5-vl by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
@@ -108,7 +112,7 @@ def prompts(case: Case) -> list[cases.Turns]:
         return cases.questions(case.count)
     if case.source == "tall":
         return [[cases.turn(cases.noise(0, 56, 28 * 383), "what?")]]
-    return cases.noisy()
+    return cases.noisy(flat=case.reducer.startswith("pixelprune"))
 
 
 @pytest.fixture(scope="module")

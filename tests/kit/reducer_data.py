@@ -13,6 +13,7 @@ import torch
 
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.methods import REGISTRY, Merger, Reduction, Signals, learned
+from vlmcompress.reduction.support import reads_pixels
 
 LAYERS = 4
 WIDTH = 12
@@ -24,11 +25,11 @@ EXTRA = {
 }
 """Options without which a method does not run, or not on images this small."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED),
+    *((name, {}) for name in REGISTRY.names() if REGISTRY.get(name).SERVED and not reads_pixels(REGISTRY.get(name))),
     ("dart", {"pivots": 4}),
     ("divprune", {"merge": "nearest"}),
 ]
-"""Methods that are served, with options of some."""
+"""Methods that are served, with options of some; without those that a processor runs, before there is a device to wait for."""
 KEEP, COUNT = 0.4, 19  # of 48 tokens
 
 
@@ -50,6 +51,7 @@ def signals(grid=(1, 6, 8), seed=0, heads=2) -> Signals:
         saliency=draw(n).exp().bfloat16().float(),
         windowed=draw(n).exp().bfloat16().float(),
         query=draw(7, 12),
+        pixels=draw(n // 3, 27).repeat_interleave(3, 0) if n % 3 == 0 else draw(n, 27),
         query_keys=draw(7, 8 * heads),
     )
 
@@ -106,7 +108,9 @@ def digest(x: torch.Tensor) -> str:
 def rows(signals, merged) -> Signals:
     """The signals that the rows left by `merged` give, where every layer gives the same."""
     names = ("features", "keys", "saliency", "windowed")
-    return dataclasses.replace(signals, merged=merged, **{name: merged.apply(getattr(signals, name)) for name in names})
+    return dataclasses.replace(
+        signals, merged=merged, pixels=None, **{name: merged.apply(getattr(signals, name)) for name in names}
+    )
 
 
 def cosine(a, b):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (144, 144, 3), dtype=np.uint8))
+BLANK = Image.new("RGB", (144, 144), "white")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def applied(processor: Any, prompt: list[int], media: dict[str, Any], **argument
 
 
 def prompts(folder: str) -> dict[str, dict[str, Any]]:
-    """One prompt, again, another, one with a question for the reducer, some that set a share, one too long, and one of
-    embeddings; and how many tokens of an image memory is reserved for."""
+    """One prompt, again, another, two about a blank image, one with a question for the reducer, some that set a share, one too
+    long, and one of embeddings; and how many tokens of an image memory is reserved for."""
     from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 
     processor = made(folder, limit_mm_per_prompt={"image": 40}, enable_mm_embeds=True, max_model_len=1024)
@@ -54,6 +55,8 @@ def prompts(folder: str) -> dict[str, dict[str, Any]]:
         "plain": ask(processor, "what is red ?"),
         "again": ask(processor, "what is red ?"),
         "other": ask(processor, "how many ?"),
+        "blank": ask(processor, "what is red ?", [BLANK]),
+        "both": ask(processor, "what is red ?", [BLANK, IMAGE]),
         "query": ask(processor, "how many ?", query="what is red ?"),
         "ids": ask(processor, "how many ?", query=[10**9]),
         "long query": ask(processor, "how many ?", query="how many ? " * 1024),

@@ -80,6 +80,26 @@ def test_parts_are_small_enough_and_make_the_tree_again(tmp_path: Path, monkeypa
         assert (made / "tree/data/random").read_bytes() == (tree / "data" / "random").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("NVIDIA A100-SXM4-80GB, 81920, 580.1, 8.0", "compute capability 8.0, and the parts have code for 9.0 alone"),
+        ("NVIDIA H100 MIG 1g.10gb, 9856, 580.1, 9.0", "has 10 GiB of memory; the steps need 75"),
+        ("", "nvidia-smi names no NVIDIA GPU"),
+    ],
+)
+def test_a_machine_that_can_not_run_the_steps_is_one_line(
+    printed: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{printed}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    problem = lane.machine_problem(tmp_path) or ""
+    assert said in problem and "\n" not in problem
+    with pytest.raises(check.BadInput, match=said):
+        lane.go_on(tmp_path, tmp_path / "work", ["answers"], 1.0)
+
+
 def test_a_second_call_does_what_the_first_had_no_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes back of each call are the results of all."""
     (tmp_path / "lane_parts.py").write_text(PARTS)

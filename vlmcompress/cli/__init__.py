@@ -35,24 +35,8 @@ from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import BAD_INPUT, GATE, INTERNAL, INTERRUPTED
 from vlmcompress.utils import distributed, folders, hub
 from vlmcompress.utils.errors import GateError, UserError
-from vlmcompress.utils.messages import memory_problem, misfit_problem, path_problem, shortened
+from vlmcompress.utils.messages import installing, memory_problem, misfit_problem, path_problem, shortened
 from vlmcompress.utils.registry import VERBS
-
-# Missing package -> the extra that installs it.
-_EXTRAS = {
-    "compressed_tensors": "compress",
-    "datasets": "compress",
-    "pyarrow": "compress",
-    "peft": "compress",
-    "sklearn": "compress",
-    "torchvision": "compress",
-    "lm_eval": "eval",
-    "aiohttp": "eval",
-    "openai": "eval",
-    "scipy": "eval",
-    "vllm": "serve",
-}
-
 
 # Earlier verb -> what to type now.
 RETIRED = {
@@ -205,9 +189,8 @@ def _main(argv: list[str] | None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _EXTRAS:
-            remedy = f"pip install '.[{_EXTRAS[package]}]' in the checkout of vlmcompress"
-            return _fail(f"{package} is not installed; {remedy}", BAD_INPUT, as_json)
+        if isinstance(error, ModuleNotFoundError) and (remedy := installing(error)):
+            return _fail(f"{(error.name or '').partition('.')[0]} is not installed; {remedy}", BAD_INPUT, as_json)
         if problem := memory_problem(error) or misfit_problem(error) or path_problem(error):
             return _fail(problem, BAD_INPUT, as_json)
         with tempfile.NamedTemporaryFile("w", prefix="vlmcompress-error-", suffix=".txt", delete=False) as file:

@@ -82,17 +82,18 @@ class Engine:
 
         from vlmcompress.models import VLM, load_processor, open_model, quiet_transformers, read_config, spec_for
         from vlmcompress.models.data.encode import try_processor_and_template
+        from vlmcompress.models.devices import accelerator
         from vlmcompress.reduction.choice import parse_reducer
         from vlmcompress.reduction.hooks import attach_carried
 
-        settings, folder = job["settings"], job["model"]
+        settings, folder, device = job["settings"], job["model"], accelerator()
+        self.device = "cuda" if device and device.type == "cuda" else "cpu"
         torch.manual_seed(settings["seed"])
         opened: Any = open_model(folder, dtype=settings["dtype"], attn_implementation="sdpa", trust_remote_code=False)
         model, loaded = opened
         if lacking := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):
             # transformers would only warn and initialize them randomly
             raise ValueError(f"the checkpoint lacks {len(lacking)} tensors that the model needs, such as {lacking[0]}")
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = model.to(self.device).eval()
         self.processor = load_processor(folder)
         self.tokenizer = self.processor.tokenizer
@@ -162,12 +163,14 @@ class Engine:
         """Generate the answers to a batch, each cut at its first end token or its own limit."""
         import torch
 
+        from vlmcompress.models.devices import float_products
+
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(1).tolist()
         visual = torch.isin(inputs["input_ids"], self.visual.to(self.device)).sum(1).tolist()
         limits = [request["max_tokens"] or settings["max_tokens"] for request in batch]
         first = FirstToken(settings["logprobs"])
-        with torch.inference_mode():
+        with torch.inference_mode(), float_products(self.model):
             tokens = self.model.generate(
                 **inputs,
                 do_sample=False,

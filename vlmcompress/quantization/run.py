@@ -117,6 +117,7 @@ def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, 
         # Check, from headers and names of files; nothing is written yet.
         plan = make_plan(recipe)
         require_calibration_data(plan)
+        accelerator()  # which raises where there is a GPU that can't be used
         folders.require_space(work.out, space_needed(plan, work.out))
         with distributed.process_group():
             # What the run depends on and is known now; `WorkFolder.begin` adds what was learned, before the first block.

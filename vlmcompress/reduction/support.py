@@ -73,6 +73,8 @@ def _fits(spec: ModelSpec, reducer: Reducer) -> bool:
         return spec.tower.joint is not None
     if chooses_images(reducer):
         return spec.images.grid in ("thw", "patches")
+    if reads_pixels(reducer):
+        return spec.images.grid in ("thw", "patches", "tiles")
     return spec.tower.cls is not None or not needs_encoder(reducer)
 
 
@@ -84,12 +86,19 @@ def _unfit(spec: ModelSpec, reducer: Reducer) -> str:
         return f"merges patches within the encoder, {_MIXED[spec.tower.units].format(family=spec.family)}"
     if chooses_images(reducer):
         return f"leaves out images, and {spec.family} cuts them into tiles"
+    if reads_pixels(reducer):
+        return f"compares the pixels of visual tokens, and {spec.family} crops or pads them after the encoder"
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
 
 
 def needs_encoder(reducer: Reducer) -> bool:
     """Whether the method needs signals from within the encoder."""
     return reducer.STAGE == "encoder" or "windowed" in reducer.NEEDS
+
+
+def reads_pixels(reducer: Reducer) -> bool:
+    """Whether the method decides by pixels, so that a processor knows which tokens stay before the encoder runs."""
+    return "pixels" in reducer.NEEDS
 
 
 def chooses_images(reducer: Reducer) -> bool:
@@ -215,7 +224,7 @@ def _missing(method: str, family: str) -> str:
     reducer, signals = REDUCERS.outline(method), SERVED_FAMILIES.constant(family, "SIGNALS")
     if reducer.MEDIA == "video" and not SERVED_FAMILIES.constant(family, "VIDEOS"):
         return "videos"
-    if reducer.COUNT == "adaptive" and not SERVED_FAMILIES.constant(family, "COUNTED"):
+    if reducer.COUNT == "adaptive" and not reads_pixels(reducer) and not SERVED_FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
     if chooses_images(reducer):
         return "" if "views" in signals else "what it needs before the encoder"

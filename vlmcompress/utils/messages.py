@@ -16,10 +16,31 @@ from pathlib import Path
 
 from vlmcompress.utils import distributed
 from vlmcompress.utils.errors import UserError
+from vlmcompress.utils.gpu import ON_CPU
 from vlmcompress.utils.text import size
 
 # torch's allocator and mapping, C++ and the C library have no class of their own for it.
-_NO_MEMORY = re.compile("can(?:no|')t allocate memory|bad_alloc|can't start new thread", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    "can(?:no|')t allocate memory|bad_alloc|can't start new thread|CUDA error: out of memory|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_GPU_MEMORY = re.compile(
+    r"Tried to allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
+)
+# Missing package -> the extra that installs it.
+_EXTRAS = {
+    "compressed_tensors": "compress",
+    "datasets": "compress",
+    "pyarrow": "compress",
+    "peft": "compress",
+    "sklearn": "compress",
+    "torchvision": "compress",
+    "lm_eval": "eval",
+    "aiohttp": "eval",
+    "openai": "eval",
+    "scipy": "eval",
+    "vllm": "serve",
+}
 _UNUSABLE = {errno.ENAMETOOLONG: "the path is too long", errno.ELOOP: "its links lead in a circle"}
 
 
@@ -62,8 +83,14 @@ def foreign_errors(what: str, remedy: str = "", kind: type[UserError] = UserErro
         if name == "OutOfMemoryError" or (not isinstance(error, Exception) and name != "PanicException"):
             raise
         if isinstance(error, ModuleNotFoundError):
-            remedy = f"; install {error.name}"
+            remedy = f"; {installing(error) or f'install {error.name}'}"
         raise kind(f"{what} ({error_text(error)}){remedy}") from error
+
+
+def installing(error: ModuleNotFoundError) -> str | None:
+    """The command that installs the extra with a missing package; None if no extra has it."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    return extra and f"pip install '.[{extra}]' in the checkout of vlmcompress"
 
 
 def path_problem(error: BaseException) -> str | None:
@@ -97,6 +124,13 @@ def memory_problem(error: BaseException) -> str | None:
         for cause in _causes(error)
     ):
         return None
+    on_gpu = (_GPU_MEMORY.search(" ".join(str(cause).split())) for cause in _causes(error))
+    if full := next(filter(None, on_gpu), None):
+        needed, has, free = full.groups()
+        return (
+            f"out of memory on the GPU: it has {has}, of which {free} are free, and needed {needed} more; use a larger one, "
+            f"shorter samples (calibrate.max_length) or fewer (--samples); {ON_CPU}"
+        )
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if finite := [limit for limit in limits if limit != resource.RLIM_INFINITY]:
         return (

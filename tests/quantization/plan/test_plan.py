@@ -227,6 +227,22 @@ def test_calibration_need_and_memory(models):
     assert make_plan(recipe(models["llava"], scheme="rtn", kv_cache="fp8")).needs_data
 
 
+def test_a_search_that_runs_blocks_again_holds_its_calls(models):
+    """Of tiny models, whose Gram matrices are smaller: 16-bit inputs and outputs of one module, for all samples."""
+    data = {"samples": 256, "max_length": 1000}
+    plans = {
+        objective: make_plan(recipe(models["llava"], scheme="mbq", options={"objective": objective}, calibrate=data))
+        for objective in ("gram", "mae")
+    }
+    hidden = plans["gram"].source.config["text_config"]["hidden_size"]
+    grams = max(
+        4 * (3 * sum(sides) + 2 * max(sides))
+        for block in plans["gram"].steps
+        if (sides := [plans["gram"].source.shapes(group)[0][1] ** 2 for group in block])
+    )
+    assert plans["mae"].peak_bytes - plans["gram"].peak_bytes == 2 * (2 * 256_000 * hidden) - grams
+
+
 def test_label():
     assert label(None) == "bf16"
     assert label(Scheme(Format("int", 4, 64, symmetric=False))) == "w4a16 int g64 asym"

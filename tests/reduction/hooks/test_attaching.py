@@ -108,17 +108,17 @@ def test_supported_and_unsupported_models():
         "relevance",
         "uniform",
     ]
-    merging = ["dymu"]
-    assert works["llava"] == sorted([*after, *inside, *merging, "litevlm", "visionzip", "vscan"])
+    merging, by_pixels = ["dymu"], ["pixelprune"]
+    assert works["llava"] == sorted([*after, *inside, *merging, *by_pixels, "litevlm", "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside])
-    assert works["gemma3"] == sorted([*after, *merging])
+    assert works["gemma3"] == sorted([*after, *merging, *by_pixels])
     assert works["lfm2-vl"] == after
     for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
-        assert works[family] == sorted([*after, *inside, "litevlm"])
+        assert works[family] == sorted([*after, *inside, *by_pixels, "litevlm"])
     for family in ("qwen3-5", "qwen3-5-moe"):  # recurrent states
-        assert works[family] == sorted([*after, "litevlm"])
+        assert works[family] == sorted([*after, *by_pixels, "litevlm"])
     for family in ("idefics3", "internvl"):
-        assert works[family] == sorted([*after, *inside, *merging])
+        assert works[family] == sorted([*after, *inside, *merging, *by_pixels])
     assert works["llava-onevision"] == sorted([*after, *inside])
     with pytest.raises(UserError, match="CLS"):
         attach(tiny("qwen2-5-vl"), "visionzip")

@@ -20,6 +20,7 @@ import sys
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+GPU = os.path.join(HERE, "..", "..", "utils", "gpu.py")
 
 
 def below(process: int) -> dict[int, str]:
@@ -77,15 +78,19 @@ def main() -> None:
         end_with_us()
     # vllm/entrypoints/cli/main.py::main reads the version of a distribution named vllm. Can go when the CPU build has that
     # name, or vLLM does not need it.
+    from vllm.platforms import current_platform
+
+    model, *flags = sys.argv[1:]
+    if not current_platform.is_cpu() and (problem := runpy.run_path(GPU)["forked_engine_problem"](model, flags)):
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(2)
     from vllm.entrypoints.launchers import launcher
     from vllm.entrypoints.launchers.api_server.entry import main as serve
-    from vllm.platforms import current_platform
 
     # vllm/entrypoints/launchers/launcher.py::serve_http asks at its end, for its log, which process has the port. A forked
     # engine has it, too, and one that was killed is a zombie, of which psutil raises: the server would end with code 1.
     launcher.find_process_using_port = lambda port: None
 
-    model, *flags = sys.argv[1:]
     chosen = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-cc"}
     if current_platform.is_cpu() and not chosen & {flag.split("=")[0] for flag in flags}:
         flags.append("--enforce-eager")

@@ -5,10 +5,13 @@ A job has `settings` (those of `engines.EngineSettings`), and its requests have 
 
 from __future__ import annotations
 
+import os
+import runpy
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 PACKAGE = "vllm"
+GPU = os.path.join(os.path.dirname(__file__), "..", "..", "utils", "gpu.py")  # loaded by path, too
 
 
 def start(job: dict):
@@ -17,6 +20,8 @@ def start(job: dict):
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
+    if not cpu and (problem := runpy.run_path(GPU)["engine_problem"](job["model"])):
+        raise RuntimeError(problem)
     settings, images, videos = job["settings"], job["images_per_prompt"], job.get("videos_per_prompt", 0)
     llm = vllm.LLM(
         job["model"],

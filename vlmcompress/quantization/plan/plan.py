@@ -266,11 +266,12 @@ class Plan:
         It is the sum of what a run holds at once, for s samples of t tokens, hidden size h, groups of i input features in a
         block:
 
-            runtime + s t (6 h + pixels) + 4 * (3 sum i^2 + 2 max i^2) + 12 * (weights of one block)
+            runtime + s t (6 h + pixels) + max(4 * (3 sum i^2 + 2 max i^2), 4 s t h e) + 12 * (weights of one block)
 
-        that is activations in 16 bits between two blocks (and masks), float32 Gram matrices of three modalities with the
-        solver's copies, and float32 copies of the block's weights. The source's weights are mapped from their files: the system
-        keeps of them what fits.
+        that is activations in 16 bits between two blocks (and masks); float32 Gram matrices of three modalities with the
+        solver's copies, or before these, in a search that re-runs blocks (`mbq`), inputs and outputs of a module, or of a
+        token's `e` experts; and float32 copies of the block's weights. The source's weights are mapped from their files: the
+        system keeps of them what fits.
         """
         shapes = [[self.source.shapes(group) for group in block] for block in self.steps]
         block = max(
@@ -283,7 +284,8 @@ class Plan:
         squares = [[group[0][1] ** 2 for group in groups if group] for groups in shapes]
         grams = max((3 * sum(sides) + 2 * max(sides, default=0) for sides in squares), default=0)
         config, calibrate = self.source.config, self.recipe.calibrate
-        hidden = (config.get("text_config") or config).get("hidden_size") or 0
+        text = config.get("text_config") or config
+        hidden = text.get("hidden_size") or 0
         tokens = calibrate.samples * (calibrate.max_length or SAMPLE_TOKENS)
         # Float32 pixels of a patch for each token that its merger leaves, in samples of which half is visual.
         vision = config.get("vision_config") or {}
@@ -291,7 +293,9 @@ class Plan:
         patch = patch[0] if isinstance(patch, list) else patch
         merge = (vision.get("spatial_merge_size") or 1) ** 2
         pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
-        return resident + 4 * grams + tokens * (6 * hidden + pixels)
+        experts = text.get("num_experts_per_tok") or text.get("top_k_experts") or 1
+        searched = 4 * tokens * hidden * experts if "block_scales" in self.method.needs.searches else 0
+        return resident + max(4 * grams, searched) + tokens * (6 * hidden + pixels)
 
     @cached_property
     def visual_tokens(self) -> VisualTokens | None:

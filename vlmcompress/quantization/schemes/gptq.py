@@ -181,13 +181,13 @@ def factorize(h: Tensor) -> bool:
 
 def _warnings(tokens: int, inputs: int, damp: float, options: Options) -> tuple[tuple[str, str], ...]:
     """Warn of a Gram matrix that is singular or needed more damping; `inputs`: those that are not always zero."""
-    warnings = []
+    warnings, remedy = [], "use more --samples, or raise calibrate.tokens where it is set"
     if tokens < inputs:
-        what = "GPTQ had fewer tokens than a layer has inputs: its Gram matrix is singular without damping; use more --samples"
+        what = f"GPTQ had fewer tokens than a layer has inputs: its Gram matrix is singular without damping; {remedy}"
         warnings.append((what, f"{tokens} tokens, {inputs} inputs"))
     if damp > options.damp:
         near = ", close to rounding to nearest" if damp >= 1 else ""
-        what = "GPTQ could not factorize its Gram matrix with options.damp and used more damping; use more --samples"
+        what = f"GPTQ could not factorize its Gram matrix with options.damp and used more damping; {remedy}"
         warnings.append((what, f"{damp:.2g} instead of {options.damp:.2g}{near}"))
     return tuple(warnings)
 

@@ -10,7 +10,7 @@ later layers treat each token separately, so equal ones stay equal.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM, block_side, patch_side
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.early import Early
+from vlmcompress.reduction.hooks.pixels import pictures
 from vlmcompress.reduction.hooks.tap import join_heads, tap
 from vlmcompress.reduction.methods import Merger, Reducer, TokenCounter
 from vlmcompress.reduction.support import feature_layers, strategy
@@ -100,15 +101,6 @@ def merger_of(vlm: VLM, states: Tensor, pixels: Tensor, reducer: Reducer, kind: 
         raise UserError("the encoder's rows are not the image's patches; use the model's own processor")
     grids = [(1, height, width)] * len(states)
     return kind(reducer, grids, feature_layers(config), aside, device=states.device, side=side)
-
-
-def pictures(inputs: Mapping[str, Any]) -> Tensor:
-    """The encoder's inputs `[images, 3, height, width]` for inputs of the model: images, or all their tiles."""
-    pixels = inputs["pixel_values"]
-    if pixels.ndim == 4:
-        return pixels
-    every = pixels.flatten(0, 1)
-    return every[(every != 0).flatten(1).any(1)]  # the model also skips all-zero tiles
 
 
 class Merging(Early):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask, merged_rows
+from vlmcompress.reduction.hooks.pixels import pictures, unit_pixels
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
 from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
 from vlmcompress.reduction.methods import Signals
-from vlmcompress.reduction.support import feature_layers, needs_encoder
+from vlmcompress.reduction.support import feature_layers, needs_encoder, reads_pixels
 from vlmcompress.utils.errors import UserError
 
 
@@ -132,11 +133,20 @@ class Early(Attachment):
         if self.reducer.STAGE != "projected":  # applied already
             return embeds, self.reduced_units
         self.reduced_units = []
+        if reads_pixels(self.reducer):
+            self._encoder["pixels"] = self._pixels(units)
         words = self._words(real) if "query" in self.reducer.NEEDS else None
         features = [embeds[unit.row, unit.columns] for unit in units]
         queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]
         self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])
         return merged_rows(embeds, self.reduced_units), self.reduced_units
+
+    def _pixels(self, units: list[Unit]) -> list[Tensor]:
+        """The pixels of this call's units."""
+        assert self._call is not None
+        packed = self.vlm.spec.images.grid == "thw"
+        pixels = self._call.get("pixel_values") if packed else pictures(self._call.arguments)
+        return [*unit_pixels(pixels, [unit.grid for unit in units], packed, self.vlm.processor.image_processor)]
 
     def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""

@@ -192,6 +192,7 @@ class Signals:
     saliency:   `[n]`, attention that a token receives, mean over heads: from CLS or all tokens (encoder), from the
                 last token (language model).
     windowed:   `[n]`, saliency in a shallow layer of the encoder (VScan's local scan).
+    pixels:     `[n, values]`, the colour values of what each token shows, 1 between black and white.
     query:      `[q, d]`, the text's tokens at the same stage; `query_keys`: `[q, dk]`, their keys.
     merged:     the reduction of the grid's tokens by earlier layers; rows are then its outputs.
     finite:     at construction: the caller guarantees that there is no NaN or Inf, which saves the check's device
@@ -204,6 +205,7 @@ class Signals:
     heads: int | None = None
     saliency: Tensor | None = None
     windowed: Tensor | None = None
+    pixels: Tensor | None = None
     query: Tensor | None = None
     query_keys: Tensor | None = None
     merged: Reduction | None = None
@@ -214,7 +216,7 @@ class Signals:
             raise ValueError(f"the grid must be three positive whole numbers, got {self.grid!r}")
         if self.merged is not None and len(self.merged.target) != math.prod(self.grid):
             raise ValueError(f"{len(self.merged.target)} tokens were merged on a grid of {math.prod(self.grid)}")
-        for name in ("features", "keys", "saliency", "windowed"):
+        for name in ("features", "keys", "saliency", "windowed", "pixels"):
             value = getattr(self, name)
             if value is not None and len(value) != self.n:
                 raise ValueError(f"{name} has {len(value)} rows for {self.n} tokens")

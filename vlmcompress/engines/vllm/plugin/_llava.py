@@ -13,7 +13,7 @@ from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
-from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import UNITS, ServedReducer
 from vlmcompress.models import Layout, ModelSpec, spec_for
 from vlmcompress.reduction.hooks.units import Unit, join_reductions
 from vlmcompress.reduction.methods import Grid, Reduction, grouped
@@ -48,6 +48,8 @@ class LlavaInfo(ReducedInfo):
         """Number of tokens of item `number` of `items`, before it is reduced and after; `item`: its processed form."""
         size = items.get_image_size(number)
         layout = self.layout(size.width, size.height)
+        if UNITS in item:
+            return layout.tokens, int(item[UNITS].data.sum())
         return layout.tokens, kept(layout, self.reducer.of_item(item, modality, layout.tokens))
 
 
@@ -101,7 +103,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             layout = self._layout(*size)
             if len(rows) != layout.tokens:
                 raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
-            image_signals = self.question(number) | (signals(number) if signals else {})
+            image_signals = self.question(number) | self.decided(rows) | (signals(number) if signals else {})
             tiles.append((rows, layout.grids(), image_signals, self.reducer_of("image", number, layout.tokens)))
         reductions = zip(every, self._reductions(tiles), strict=True)
         return tuple(self._placed(result.apply(rows), result) for rows, result in reductions)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableModel, sent
-from vlmcompress.engines.vllm.plugin._served_reducer import KEEP, ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import KEEP, UNITS, ServedReducer
 
 # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._init_mrope_positions and v1/worker/gpu/mm/rope.py::RopeState keep three
 # rows of positions per request.
@@ -78,7 +78,15 @@ class OriginalPositions(ResumableModel):
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode as the model does, and store what requests set for the images or videos being encoded."""
         self._keeps = {modality: kwargs.pop(f"{modality}_{KEEP}", None) for modality in ("image", "video")}
+        self._units = kwargs.pop(UNITS, None)
         return super().embed_multimodal(**kwargs)
+
+    def decided(self, rows: Tensor) -> dict[str, Tensor]:
+        """The field `kept` of the next tokens `rows [n, d]` to be reduced, where the processor decided which of them stay."""
+        if self._units is None:
+            return {}
+        stays, self._units = self._units[: len(rows)], self._units[len(rows) :]
+        return {"kept": sent(stays.nonzero().squeeze(1), rows.device)}
 
     def reducer_of(self, modality: str, number: int, tokens: int) -> ServedReducer:
         """The reducer of one of the images or videos being encoded, which has `tokens` tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,11 @@ from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._positions import longest_prompt
-from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, QUERY, ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, QUERY, UNITS, ServedReducer
+from vlmcompress.models import spec_for, tile_grid
+from vlmcompress.reduction import methods
+from vlmcompress.reduction.hooks.pixels import unit_pixels
+from vlmcompress.reduction.methods import Grid, Signals
 
 
 @dataclasses.dataclass
@@ -95,7 +100,33 @@ class ReducedProcessor(ResumableProcessor):
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
         keeps = {name: MultiModalFieldConfig.batched(name, keep_on_cpu=True) for name in ("image", "video")}
+        if self.info.reducer.pixels:
+            tokens = [sum(map(math.prod, grids)) for grids in self._grids(hf_inputs)]
+            fields[UNITS] = MultiModalFieldConfig.flat_from_sizes("image", torch.tensor(tokens), keep_on_cpu=True)
         return fields | {f"{name}_{KEEP}": field for name, field in keeps.items()}
+
+    # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._postprocess_hf_mm_data is the last step with the pixels
+    # of all images before fields are split and placeholders written.
+    def _postprocess_hf_mm_data(self, mm_inputs: Any, hf_processor_mm_kwargs: Any, processed_data: Any) -> Any:
+        parent: Any = super()
+        data = parent._postprocess_hf_mm_data(mm_inputs, hf_processor_mm_kwargs, processed_data)
+        if self.info.reducer.pixels and (pixels := data.get("pixel_values")) is not None:
+            data[UNITS] = self._kept_units(pixels, [grid for grids in self._grids(data) for grid in grids])
+        return data
+
+    def _kept_units(self, pixels: Any, grids: Sequence[Grid]) -> torch.Tensor:
+        """Mark the tokens that stay, `[tokens of all images]` bool, by the pixels of images or tiles of these grids."""
+        reducer = self.info.reducer.chosen.reducer
+        packed = spec_for({"model_type": self.info.get_hf_config().model_type}).images.grid == "thw"
+        if not isinstance(pixels, torch.Tensor):  # of one image each
+            pixels = (torch.cat if packed else torch.stack)([*map(torch.as_tensor, pixels)])
+        parts = unit_pixels(pixels, grids, packed, self.info.get_hf_processor().image_processor)
+        signals = [Signals(grid, pixels=values) for grid, values in zip(grids, parts, strict=True)]
+        return torch.cat([methods.reduce(reducer, image).target >= 0 for image in signals])
+
+    def _grids(self, inputs: Mapping[str, Any]) -> list[list[Grid]]:
+        """The grids of tokens of each image in the processor's output: one, or those of its tiles."""
+        raise NotImplementedError
 
     # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor writes the placeholders of these updates. Can go when
     # vLLM gets token counts per image from the model.
@@ -168,7 +199,9 @@ class CountedInfo:
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
         """Return the highest count, as vLLM's blank images may have few tokens."""
         info: Any = self
-        return {"image": info.reducer.counter.buckets[-1]} if info.reducer.counter else None
+        if not info.reducer.counter and not info.reducer.pixels:
+            return None
+        return {"image": info.reducer.count(tile_grid(info.get_hf_config()))}
 
 
 class Counting:

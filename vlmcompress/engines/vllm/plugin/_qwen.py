@@ -56,9 +56,10 @@ class QwenInfo(ReducedInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """Return vLLM's limits, without videos for query-aware methods."""
+        """Return vLLM's limits, without videos for methods that read the question or pixels."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        return {**limits, "video": 0} if self.reducer.chosen.query_aware else limits
+        only_images = self.reducer.chosen.query_aware or self.reducer.pixels
+        return {**limits, "video": 0} if only_images else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(without_ours(mm_kwargs))  # type: ignore[misc]
@@ -87,8 +88,12 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         config, item = self.info.get_hf_config(), out_mm_kwargs[update.modality][number]
         grid = grid_of(item[f"{update.modality}_grid_thw"].data, config)
-        count = self.info.reducer.of_item(item, update.modality, math.prod(grid)).count(grid)
+        count = self.info.reducer.count_of(item, update.modality, grid)
         return self._placeholders(update.replacement(number), count, grid, pace_of(item, update.modality, config))
+
+    def _grids(self, inputs: Mapping[str, Any]) -> list[list[Grid]]:
+        config = self.info.get_hf_config()
+        return [[grid_of(patches, config)] for patches in inputs.get("image_grid_thw", ())]
 
     def _placeholders(self, full: Any, count: int, grid: Grid, pace: float) -> Placeholders:
         """Select from the `full` placeholders of an image or a video the `count` that remain after the reducer."""
@@ -128,7 +133,13 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
-            self.reduced(rows, grid_of(patches, self.config), ("image", number), 1.0, **self.question(number))
+            self.reduced(
+                rows,
+                grid_of(patches, self.config),
+                ("image", number),
+                1.0,
+                **(self.question(number) | self.decided(rows)),
+            )
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 

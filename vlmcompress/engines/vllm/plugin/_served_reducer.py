@@ -19,12 +19,20 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
-from vlmcompress.reduction.support import chooses_images, engine_problem, require_counter, require_reducible
+from vlmcompress.reduction.support import (
+    chooses_images,
+    engine_problem,
+    reads_pixels,
+    require_counter,
+    require_reducible,
+)
 from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.identity import json_digest
 from vlmcompress.utils.messages import foreign_errors
 
+UNITS = "kept_units"
+"""The field of an image's tokens that stay, for methods that decide by pixels: one bool each."""
 KEEP, QUERY, STAYS = ARGUMENTS = ("keep", "query", "view_stays")
 """Processor arguments that are ours: how much images keep, the question, and which of them stay."""
 _READ = ("architectures", "model_type", reducer_block.KEY)
@@ -82,12 +90,17 @@ class ServedReducer:
         """Whether the method chooses among a request's images before the encoder; chosen images are not reduced."""
         return chooses_images(self.chosen.reducer)
 
+    @property
+    def pixels(self) -> bool:
+        """Whether the method decides by pixels, in the processor."""
+        return reads_pixels(self.chosen.reducer)
+
     def count(self, grid: Grid) -> int:
         """Number of tokens that an image keeps, or the maximum if that depends on the image.
 
         For methods within the encoder each frame of a video is an image.
         """
-        if self.views:
+        if self.views or self.pixels:
             return math.prod(grid)
         if self.counter:
             return self.counter.buckets[-1]
@@ -108,6 +121,12 @@ class ServedReducer:
         field = f"{modality}_{KEEP}"
         return self.keeping(float(item[field].data), tokens) if field in item else self
 
+    def count_of(self, item: Mapping[str, Any], modality: str, grid: Grid) -> int:
+        """Number of tokens that a processed image or video keeps, whose tokens are one grid."""
+        if UNITS in item:
+            return int(item[UNITS].data.sum())
+        return self.of_item(item, modality, math.prod(grid)).count(grid)
+
     @property
     def merges(self) -> bool:
         """Whether the method merges tokens within the encoder's layers."""
@@ -124,7 +143,12 @@ class ServedReducer:
         return self.reduce_all([{"grid": grid, "features": features, **signals}])[0]
 
     def reduce_all(self, images: Sequence[Mapping[str, Any]]) -> list[Reduction]:
-        """Decide the reductions of several images, given the arguments of `reduce` for each."""
+        """Decide the reductions of several images, given the arguments of `reduce` for each.
+
+        Where the processor decided, `kept` is the index of the tokens that stay.
+        """
+        if self.pixels:
+            return [Reduction.keep(image["kept"], math.prod(image["grid"])) for image in images]
         # A check for NaN would make the host wait for the encoder, while vLLM could prepare the next step.
         signals = [Signals(**image, finite=True) for image in images]
         if self.views:  # decided before the encoder: these images stay

@@ -22,7 +22,9 @@ from vlmcompress.engines.vllm.plugin._processing import (
     ReducedProcessor,
     counts_of,
 )
+from vlmcompress.engines.vllm.plugin._served_reducer import UNITS
 from vlmcompress.models import spec_for, tile_grid
+from vlmcompress.reduction.methods import Grid
 
 
 class TiledInfo(ReducedInfo):
@@ -31,7 +33,7 @@ class TiledInfo(ReducedInfo):
     # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image to reserve memory if this returns None.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
         """Return the most tokens of an image if they depend on its pixels, as vLLM's blank images may have few."""
-        if self.reducer.counter is None:
+        if self.reducer.counter is None and not self.reducer.pixels:
             return None
         full, most = self.tile()
         return {"image": self.largest() // full * most}
@@ -54,8 +56,11 @@ class TiledProcessor(Counting, ReducedProcessor):
     """Mixin of a processor, put before the family's class: a placeholder for each kept token of a tile."""
 
     def _field(self, hf_inputs: Any) -> Any:
-        tiles = hf_inputs.get("image_num_patches", hf_inputs.get("num_patches", torch.empty(0)))
-        return MultiModalFieldConfig.flat_from_sizes("image", tiles, keep_on_cpu=True)
+        return MultiModalFieldConfig.flat_from_sizes("image", _tiles_in(hf_inputs), keep_on_cpu=True)
+
+    def _grids(self, inputs: Mapping[str, Any]) -> list[list[Grid]]:
+        grid = tile_grid(self.info.get_hf_config())
+        return [[grid] * tiles for tiles in _tiles_in(inputs).tolist()]
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
         """Keep the text between tiles and the first tokens of each tile of vLLM's placeholders."""
@@ -68,9 +73,17 @@ class TiledProcessor(Counting, ReducedProcessor):
         counts = torch.full((tokens // full,), self.info.reducer.of_item(item, "image", tokens).count(grid))
         if self.info.reducer.counter:
             counts = item[FIELD].data
+        elif UNITS in item:
+            counts = item[UNITS].data.view(-1, full).sum(1)
         stays = ~visual | (place % full < counts[place.clamp(min=0) // full])
         ids = torch.tensor(content.full)[stays].tolist()
         return Placeholders(ids, content.is_embed, positions=len(content.full))
+
+
+def _tiles_in(inputs: Mapping[str, Any]) -> Tensor:
+    """Numbers of tiles of the images in a processor's output."""
+    tiles: Tensor = inputs.get("image_num_patches", inputs.get("num_patches", torch.empty(0, dtype=torch.int64)))
+    return tiles
 
 
 def tiles_of(item: Any) -> int:
@@ -107,6 +120,9 @@ class TiledImages(OriginalPositions, PlainRope):
         if self.reducer.counter:
             counts: np.ndarray = item[FIELD].data.numpy()
             return counts.cumsum() - 1
+        if UNITS in item:
+            ends: np.ndarray = item[UNITS].data.view(-1, math.prod(self.grid)).sum(1).cumsum(0).numpy() - 1
+            return ends
         kept = tokens // tiles_of(item)
         return np.arange(kept, tokens + 1, kept) - 1
 
@@ -128,7 +144,9 @@ class TiledImages(OriginalPositions, PlainRope):
             results = [self._merging.take(1) for _ in tiles]
         else:
             reducer = self.reducer_of("image", number, len(rows))
-            results = reducer.reduce_all([{"grid": self.grid, "features": tile_rows} for tile_rows in tiles])
+            results = reducer.reduce_all(
+                [{"grid": self.grid, "features": tile_rows, **self.decided(tile_rows)} for tile_rows in tiles]
+            )
         for tile_rows, result in zip(tiles, results, strict=True):
             anchors = result.anchor[:, None].expand(-1, DIMS)
             parts.append(pack(result.apply(tile_rows), anchors, math.prod(self.grid) - 1))

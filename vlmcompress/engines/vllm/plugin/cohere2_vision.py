@@ -10,7 +10,7 @@ from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 
 ARCHITECTURE = "Cohere2VisionForConditionalGeneration"
-SIGNALS = ("features",)
+SIGNALS = ("features", "pixels")
 
 
 @register_processing(TiledInfo, TiledProcessor)

@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, Red
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "Exaone4_5_ForConditionalGeneration"
-SIGNALS = ("features", "query")
+SIGNALS = ("features", "pixels", "query")
 
 
 class Processor(QwenProcessor):

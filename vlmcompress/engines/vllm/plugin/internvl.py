@@ -31,7 +31,7 @@ from vlmcompress.reduction.hooks.units import Reduced, join_reductions
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
-SIGNALS = ("features", "keys", "heads")
+SIGNALS = ("features", "pixels", "keys", "heads")
 COUNTED = True
 VIDEOS = True
 
@@ -49,7 +49,7 @@ class Info(TiledInfo, InternS1ProcessingInfo):
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Return vLLM's limits, without videos if counts depend on pixels."""
-        return {"image": None, "video": 0 if self.reducer.counter else None}
+        return {"image": None, "video": 0 if self.reducer.counter or self.reducer.pixels else None}
 
     def largest(self) -> int:
         """Number of tokens of the largest image before it is reduced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
 from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
-from vlmcompress.reduction.methods import Reduction
+from vlmcompress.reduction.methods import Grid, Reduction
 from vlmcompress.reduction.support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "query", "saliency", "windowed", "keys", "heads", "views")
+SIGNALS = ("features", "pixels", "query", "saliency", "windowed", "keys", "heads", "views")
 COUNTED = True
 
 
@@ -34,6 +34,10 @@ class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
 
 class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
     """vLLM's processor of the family, with cache keys that depend on the reducer."""
+
+    def _grids(self, inputs: Mapping[str, Any]) -> list[list[Grid]]:
+        config = self.info.get_hf_config()
+        return [[grid_of(torch.as_tensor(image), config)] for image in inputs.get("pixel_values", ())]
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)

@@ -9,7 +9,7 @@ from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, Reduc
 from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "query", "views")
+SIGNALS = ("features", "pixels", "query", "views")
 VIDEOS = True
 
 

@@ -8,7 +8,7 @@ from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
-SIGNALS = ("features", "keys", "heads")
+SIGNALS = ("features", "pixels", "keys", "heads")
 COUNTED = True
 
 
