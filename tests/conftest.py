@@ -60,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         forks.begin()
+    if find_spec("transformers") and not config.getoption("--quick"):
+        quicker.import_less()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmcompress.models.data.video import arguments
+from vlmcompress.models.devices import float_products
 
 DATA = Path(__file__).parent / "data"
 
@@ -43,7 +44,8 @@ def answers(model, processor, rows: list[dict], size: int = 20, tokens: int = 12
         for name in ("pixel_values", "pixel_values_videos"):
             if name in inputs:
                 inputs[name] = inputs[name].to(model.dtype)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)[:, inputs["input_ids"].shape[1] :]
+        with float_products(model):
+            out = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)[:, inputs["input_ids"].shape[1] :]
         for i, text in zip(chosen, processor.batch_decode(out, skip_special_tokens=True), strict=True):
             texts[i] = text.strip()
     return texts

@@ -17,8 +17,9 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.float_models import SETTINGS, answers, floats, job, questions
 from tests.kit.processes import session_ends
+from tests.kit.published import VARIANTS, as_llama_cpp_computes, for_llamacpp
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
@@ -27,7 +28,6 @@ from vlmcompress.engines.vllm.serve import free_port, wait
 from vlmcompress.export.gguf import REGISTRY
 from vlmcompress.utils.errors import UserError
 
-ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
     "gemma3": [(56, 56)],
     "idefics3": [(112, 112), (112, 56), (100, 80), (40, 40)],
@@ -51,42 +51,6 @@ OWN_KIND = (
     "qwen3-5-moe",
 )  # the others differ from these in data alone
 FAMILIES = [pytest.param(name, marks=() if name in OWN_KIND else pytest.mark.slow) for name in sorted(SIZES)]
-HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
-VARIANTS: dict[str, dict] = {"qwen3-5": HEADS, "qwen3-5-moe": HEADS, "qwen3-vl-moe": {"mlp_only_layers": ()}}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
-YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # as Ministral 3 has it
-EPS = {"text_config": {"rms_norm_eps": 1e-12}}  # llama.cpp's `qwen2vl` of 2026-10 does not read it and takes 0
-CONFIGS: dict[str, dict] = {
-    "mistral3": {"text_config": {"rope_parameters": YARN}},
-    "qwen2-vl": EPS,
-    "qwen2-5-vl": EPS | {"vision_config": {"window_size": 112}},
-}
-SPLITS = {"idefics3": ["\n\n"]}  # a token that llama.cpp's processor of the family asks for by name
-
-
-def as_published(family: str, folder: Path) -> Path:
-    """A tiny checkpoint, with what llama.cpp counts on as the published ones have it."""
-    edit(folder, "generation_config.json", eos_token_id=ENDS)
-    edit(folder, "config.json", **CONFIGS.get(family, {}))
-    _add_tokens(folder / "tokenizer.json", SPLITS.get(family, []))
-    return folder
-
-
-def _add_tokens(path: Path, tokens: list[str]) -> None:
-    content = json.loads(path.read_text())
-    first = 1 + max(entry["id"] for entry in content["added_tokens"])
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    content["added_tokens"] += [{"id": first + i, "content": token, **plain} for i, token in enumerate(tokens)]
-    path.write_text(json.dumps(content))
-
-
-def as_llama_cpp_computes(family: str, model) -> None:
-    """What llama.cpp of 2026-10 does otherwise: LLaVA's CLS token comes after the patches, and the features are all but the
-    first token's."""
-    if family == "llava":
-        embeddings = model.model.vision_tower.embeddings
-        original = embeddings.forward
-        embeddings.forward = lambda *args, **kwargs: original(*args, **kwargs).roll(-1, 1)
 
 
 def test_each_family_has_its_sizes():
@@ -96,7 +60,7 @@ def test_each_family_has_its_sizes():
 def compare(family: str, folder: Path, count: int) -> tuple[int, int]:
     """Ask an unquantized file in llama.cpp and its source in transformers about `count` pictures; return how many of how many
     answers are the same. First tokens' probabilities are compared here."""
-    source, media = as_published(family, floats(family, folder / "source", **VARIANTS.get(family, {}))), folder
+    source, media = for_llamacpp(family, floats(family, folder / "source", **VARIANTS.get(family, {}))), folder
     assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(folder / "out")]) == 0
     requests = questions(media, SIZES[family], count)
     reference, _ = hf.start(job(source, media))
@@ -135,7 +99,7 @@ def test_fifty_answers_are_those_of_transformers(family, tmp_path):
 )
 def test_a_tower_of_8_bits_runs(family, tmp_path):
     """It and one of 16 bits load, and a random model answers mostly the same with both."""
-    source = as_published(family, floats(family, tmp_path / "source", **VARIANTS.get(family, {})))
+    source = for_llamacpp(family, floats(family, tmp_path / "source", **VARIANTS.get(family, {})))
     requests, texts = questions(tmp_path, SIZES[family], 4), []
     for kind in ("q8_0", "f16"):
         flags = ["--scheme", "none", "--format", "gguf", "--set", f"mmproj={kind}", "-o", str(tmp_path / kind)]
@@ -154,7 +118,7 @@ def test_a_tower_of_8_bits_runs(family, tmp_path):
 def test_quantized_tensors_are_the_codes_times_their_scales(family, scheme, tmp_path):
     """The same codes as blocks, and multiplied out and written to GGUF as floats: rows, columns, parts and experts of blocks go
     where those of floats do."""
-    source = as_published(family, build(family, tmp_path / "source", **VARIANTS.get(family, {})))
+    source = for_llamacpp(family, build(family, tmp_path / "source", **VARIANTS.get(family, {})))
     options = {"rtn": ["group_size=32"], "nvfp4": ["mixed=false", "activations=16", "rounding=rtn"]}[scheme]
     flags = ["--scheme", scheme, *(part for option in options for part in ("--set", f"options.{option}"))]
     assert main(["quantize", str(source), *flags, "-o", str(tmp_path / "packed")]) == 0
@@ -182,7 +146,7 @@ def tensors(file: Path) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_the_engine_is_a_process_of_its_own(tmp_path):
     """Four-bit weights in llama.cpp against the same weights in transformers, which rounds inputs less."""
-    source = as_published("qwen2-vl", floats("qwen2-vl", tmp_path / "source"))
+    source = for_llamacpp("qwen2-vl", floats("qwen2-vl", tmp_path / "source"))
     for name, fmt in (("out", "gguf"), ("dense", "bf16")):
         flags = ["--scheme", "rtn", "--set", "options.group_size=32", "--format", fmt]
         assert main(["quantize", str(source), *flags, "-o", str(tmp_path / name)]) == 0
@@ -197,7 +161,7 @@ def test_the_engine_is_a_process_of_its_own(tmp_path):
 
 def written(family: str, folder: Path, *flags: str) -> Path:
     """A GGUF folder made of `folder / "source"`, which is made, too."""
-    source = as_published(family, floats(family, folder / "source"))
+    source = for_llamacpp(family, floats(family, folder / "source"))
     command = ["quantize", str(source), *(flags or ("--scheme", "none")), "--format", "gguf"]
     assert main([*command, "-o", str(folder / "tiny-gguf")]) == 0
     return folder / "tiny-gguf"
@@ -247,7 +211,7 @@ def test_doctor_compares_with_the_same_weights(unquantized, tmp_path, quick_engi
     command = ["doctor", str(unquantized), "--engine", "llamacpp", "--prompts", "8", "--source"]
     assert main([*command, str(source)]) == 0
     assert "8 of 8 questions answered" in capsys.readouterr().out
-    other = as_published("qwen2-vl", floats("qwen2-vl", tmp_path / "other"))
+    other = for_llamacpp("qwen2-vl", floats("qwen2-vl", tmp_path / "other"))
     build("qwen2-vl", tmp_path / "seeded", seed=1)
     shutil.copy(tmp_path / "seeded" / "model.safetensors", other)
     assert main([*command, str(other)]) == 1

@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.published import for_mlx
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
@@ -48,13 +48,6 @@ FAMILIES = {  # images, and how far log-probabilities are off
     "glm4v": ([(112, 84)], 0.05),
     "internvl3-5": ([(56, 56)], 0.1),
 }
-PUBLISHED: dict[
-    str, dict[str, Any]
-] = {  # what mlx-vlm takes for granted, as published models have it, and tiny ones do not
-    "gemma4": {"text_config": {"pad_token_id": 0}},
-    "mistral3": {"vision_config": {"hidden_act": "silu"}},
-}
-
 REDUCED = {
     "llava": ([(56, 56)], EXACT),
     "idefics3": ([(112, 112)], 0.01),
@@ -179,9 +172,8 @@ def test_quantized_folders_answer_as_the_same_codes_in_transformers(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers(family, tmp_path):
     source, (sizes, most) = floats(family, tmp_path / "source"), FAMILIES[family]
-    edit(source, "config.json", **PUBLISHED.get(family, {}))
     requests = questions(tmp_path, sizes)
-    expected = answers(hf, source, tmp_path, requests)
+    expected = answers(hf, for_mlx(family, source), tmp_path, requests)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(_mlx_config.published(config)))
     check_equal(mlx.ENGINE.answer(source, requests, media=tmp_path, settings=SETTINGS).answers, expected, most)

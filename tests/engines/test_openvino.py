@@ -15,6 +15,7 @@ from openvino import opset13
 from safetensors.torch import load_file, save_file
 
 from tests.kit.float_models import SETTINGS, answers, edit, floats, job, questions
+from tests.kit.published import for_openvino
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
@@ -49,14 +50,7 @@ def images_as_pillow_scales_them(monkeypatch):
 
 
 def source_of(family: str, folder: Path) -> Path:
-    """A tiny checkpoint, with what the pipeline counts on as the published ones have it."""
-    floats(family, folder)
-    if family == "internvl":
-        edit(folder, "processor_config.json", image_processor={"max_patches": 12})
-    if family.startswith("llava"):  # the pipeline writes a line break after an image, as LLaVA's own template does
-        template = folder / "chat_template.jinja"
-        template.write_text(template.read_text().replace("<image>", "{{ '<image>\\n' }}"))
-    return folder
+    return for_openvino(family, floats(family, folder))
 
 
 def write(source: Path, out: Path, *flags: str) -> Path:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit import calibration_rows, lane, tiny
+from tests.kit import calibration_rows, forks, lane, tiny
 from vlmcompress import engines, models
-from vlmcompress.engines import EngineSettings, conformance
+from vlmcompress.engines import EngineSettings
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
+from vlmcompress.evaluation.doctor.questions import make_questions
 from vlmcompress.quantization.run import quantize
 from vlmcompress.recipe import resolve
 from vlmcompress.reduction import block as reducer_block
@@ -86,7 +86,7 @@ def whole_characters(first: dict[str, float] | None) -> dict[str, float]:
 def check(world: Path, folder: Path, names: tuple[str, str, str]) -> str:
     """Write a checkpoint, and ask vLLM and transformers the same. Returns vLLM's version."""
     out = written(world, folder / "-".join(names).replace(":", "-"), *names)
-    requests, media = conformance.make_questions(world / "media", 4, None, seed=0), world / "media"
+    requests, media = make_questions(world / "media", 4, None, seed=0), world / "media"
     runs = {}
     for engine, at_once in (("hf", 1), ("vllm", 4)):
         settings = EngineSettings(max_tokens=4, logprobs=40, max_model_len=2048, max_num_seqs=at_once)
@@ -110,8 +110,8 @@ def test_a_few_quantized_checkpoints_answer_with_every_reducer(
 
 def test_one_checkpoint_answers_in_the_newer_vllm(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/test --slow` runs all tests of engines there."""
-    monkeypatch.setenv("PYTHONPATH", lane.environment()["PYTHONPATH"])
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    newer = forks.python(*forks.VLLM, path=lane.environment()["PYTHONPATH"])
+    monkeypatch.setenv(PYTHON_VARIABLE, newer)
     assert check(world, tmp_path, FEW[0]) == "0.33.0"
 
 

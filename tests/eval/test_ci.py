@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kit import forks
 from tests.kit.places import DEMO_LLAVA, ROOT
 from vlmcompress import cli
 
@@ -58,7 +58,7 @@ def run(folder: Path, inputs: Mapping[str, str], github: Mapping[str, str]) -> t
             env=os.environ
             | {name: str(path) for name, path in files.items()}
             | environment
-            | {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "GITHUB_REPOSITORY": "me/mine"},
+            | {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_REPOSITORY": "me/mine"},
             cwd=folder,
             capture_output=True,
             text=True,
@@ -77,7 +77,9 @@ def test_the_steps_give_the_exit_code_of_the_gate(tmp_path: Path) -> None:
     on from the answers of the first."""
     (tmp_path / "recipe.yaml").write_text("scheme: rtn\n")
     (tmp_path / "gh").write_text('#!/bin/sh\n{ echo "$@"; cat; } > comment\n')
-    (tmp_path / "gh").chmod(0o755)
+    (tmp_path / "vlmcompress").write_text(f'#!/bin/sh\nexec "{forks.python(*forks.OURS)}" -m vlmcompress "$@"\n')
+    for program in ("gh", "vlmcompress"):
+        (tmp_path / program).chmod(0o755)
     inputs = {"model": str(DEMO_LLAVA), "install": "", "arguments": "--engine hf --suite world --limit 12"}
     for verdict, (gate, exit_code) in GATES.items():
         (tmp_path / "gate.yaml").write_text(gate)

@@ -38,6 +38,7 @@ KINDS = {
 
 
 def main() -> None:
+    quicker.import_less()
     import vllm.entrypoints.llm  # noqa: F401, to be frozen
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -49,22 +49,26 @@ esac
 
 
 @cache
-def python(*modules: str) -> str:
-    """Path of such a Python, with these modules (`OURS` or `VLLM`) imported. Processes of one test run share it."""
+def python(*modules: str, path: str = "") -> str:
+    """Path of such a Python, with these modules (`OURS` or `VLLM`) imported. Processes of one test run share it.
+
+    `path`: what comes first on its `PYTHONPATH`.
+    """
     lifeline, folder = _run()
-    place = folder / hashlib.sha256(" ".join(modules).encode()).hexdigest()[:8]
+    place = folder / hashlib.sha256(" ".join([path, *modules]).encode()).hexdigest()[:8]
     place.mkdir(exist_ok=True)
     with open(place / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = place / "python"
         if not program.exists():
-            _start(place, program, lifeline, modules)
+            _start(place, program, lifeline, modules, path)
     return str(program)
 
 
-def _start(place: Path, program: Path, lifeline: int, modules: Sequence[str]) -> None:
+def _start(place: Path, program: Path, lifeline: int, modules: Sequence[str], path: str) -> None:
     address = place / "socket"
-    environment = os.environ | SETTINGS | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    folders = filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-m", "tests.kit.forks_parent", str(address), str(lifeline), *modules]
     with (place / "log").open("wb") as log:
         parent = subprocess.Popen(

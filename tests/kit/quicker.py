@@ -8,6 +8,17 @@ import sys
 from functools import cache
 
 
+def import_less() -> None:
+    """To be called before transformers is imported, a quarter of which is scikit-learn, pandas and SciPy, for a kind of
+    speculative decoding and for losses of detectors."""
+    import transformers.utils
+    from transformers.utils import import_utils
+
+    for name in ("is_sklearn_available", "is_scipy_available"):
+        for module in (transformers.utils, import_utils):
+            setattr(module, name, lambda: False)
+
+
 def freeze(*, engines: bool = False) -> None:
     """To be called when all is imported, and before vLLM's first engine. `engines`: whether the process will start some."""
     os.fsync = lambda descriptor: None  # files of tests need not outlast a power cut

@@ -163,12 +163,14 @@ class Engine:
         """Generate the answers to a batch, each cut at its first end token or its own limit."""
         import torch
 
+        from vlmcompress.models.devices import float_products
+
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(1).tolist()
         visual = torch.isin(inputs["input_ids"], self.visual.to(self.device)).sum(1).tolist()
         limits = [request["max_tokens"] or settings["max_tokens"] for request in batch]
         first = FirstToken(settings["logprobs"])
-        with torch.inference_mode():
+        with torch.inference_mode(), float_products(self.model):
             tokens = self.model.generate(
                 **inputs,
                 do_sample=False,

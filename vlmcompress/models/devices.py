@@ -165,14 +165,17 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_PRODUCTS = (functional.linear, functional.scaled_dot_product_attention)
+_PRODUCTS: set[Any] = {functional.linear, functional.scaled_dot_product_attention, functional.conv2d, functional.conv3d}
+_PRODUCTS |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm}
+_FEW = 5  # with fewer rows it costs more to convert a layer's weight
 _INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 
 
 class FloatProducts(TorchFunctionMode):
-    """Context manager: linear layers and attention convert 16-bit inputs to float32, compute, and return 16 bits.
+    """Context manager: products of layers, attention and matrices convert 16-bit inputs to float32, and return 16 bits.
 
-    A weight is converted when it is used, so a graph holds one more copy of its weights in memory.
+    A weight is converted when it is used, so a graph holds one more copy of its weights in memory. It is not for fewer than
+    five rows, as in most steps of generation.
     """
 
     def __init__(self, dtype: torch.dtype, but: Tensor | None = None):
@@ -184,7 +187,8 @@ class FloatProducts(TorchFunctionMode):
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or any(arg is self.but for arg in args if isinstance(arg, Tensor)):
+        few = func is functional.linear and bool(args) and args[0].numel() < _FEW * args[0].shape[-1]
+        if few or func not in _PRODUCTS or any(arg is self.but for arg in args if isinstance(arg, Tensor)):
             return func(*args, **kwargs)
         wide = {key: self._wide(value) for key, value in kwargs.items()}
         output = func(*map(self._wide, args), **wide)

@@ -105,6 +105,9 @@ SERVERS = {
         lambda facts: [
             *("--served-model-name", facts.name),
             *("--limit-mm-data-per-request", json.dumps({"image": vllm.IMAGES, "video": 0})),
+            # Without it Qwen3-VL's table of positions is resampled otherwise where the encoder runs in CUDA graphs
+            # (models/qwen3_vl.py: _torch_interp_indices); other models do not read it.
+            "--enable-precise-embedding-interpolation",
         ],
         length="--context-length",
         cache=("--kv-cache-dtype", "fp8_e4m3"),

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from vlmcompress import models
 from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import ANSWER, VISION, Inputs
-from vlmcompress.models.devices import accelerated
+from vlmcompress.models.devices import accelerated, float_products
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import Attachment, attach
 from vlmcompress.utils.errors import UserError
@@ -128,7 +128,7 @@ def _prompt(vlm: VLM, attached: Attachment, inputs: Inputs) -> dict[str, Any]:
 
     hook = attached.text.register_forward_pre_hook(reached, with_kwargs=True)  # after the reducer's own hooks
     try:
-        with contextlib.suppress(_Reached):
+        with contextlib.suppress(_Reached), float_products(vlm.model):
             vlm.model(**inputs, use_cache=False)
     finally:
         hook.remove()

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from vlmcompress.models import VLM, Layout
+from vlmcompress.models.devices import float_products
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks import KeptWhole, attach
 from vlmcompress.reduction.hooks.units import typed
@@ -197,7 +198,7 @@ def decide(vlm: VLM, inputs: dict[str, Tensor], layouts: Sequence[Layout], chose
     """
     if reason := family_problem(vlm.spec, chosen.method):
         raise UserError(f"--reduce {chosen}: {reason}")
-    with warnings.catch_warnings(), attach(vlm, chosen) as attached:
+    with warnings.catch_warnings(), attach(vlm, chosen) as attached, float_products(vlm.model):
         warnings.simplefilter("ignore", KeptWhole)  # `prompt_cost.too_small` tells it of each image
         vlm.model(**typed(vlm, inputs), logits_to_keep=1)
     parts = attached.images()  # or tiles, of which an image has several

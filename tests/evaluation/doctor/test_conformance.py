@@ -12,9 +12,11 @@ from tests.kit import reduced_cases as cases
 from tests.kit import rtn
 from tests.kit.places import DEMOS
 from vlmcompress import cli
-from vlmcompress.engines import Answer, conformance
-from vlmcompress.engines.conformance import AGAIN, EXACT, KINDS, ROUNDED, judge, make_questions
+from vlmcompress.engines import Answer
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
+from vlmcompress.evaluation.doctor import conformance
+from vlmcompress.evaluation.doctor.conformance import AGAIN, EXACT, ROUNDED, Comparison, judge
+from vlmcompress.evaluation.doctor.questions import KINDS, make_questions
 from vlmcompress.export.convert import convert
 from vlmcompress.utils.errors import UserError
 
@@ -100,10 +102,11 @@ def reduced(tmp_path_factory) -> Path:
 def test_a_reduced_checkpoint_passes(reduced, quick_engines) -> None:
     pytest.importorskip("vllm")
     data = DEMOS / "data" / "qwen" / "validation.parquet"
-    findings = conformance.examine(reduced, "vllm", prompts=8, data=data)
+    findings = conformance.examine(reduced, "vllm", Comparison(prompts=8, data=data))
     assert [finding for finding in findings if not finding.ok] == []
     assert [finding.name for finding in findings] == [
-        "names", "answers", "prompts", "first tokens", "likeliest", "texts", "asked again",
+        "names", "answers", "prompts", "first tokens", "likeliest", "texts", "asked again", "real sizes",
+        "engine or weights",
     ]  # fmt: skip
     assert findings[2].detail == "10 prompts with equal counts of tokens"
 
@@ -121,7 +124,7 @@ def test_doctor_without_an_engine(tmp_path, monkeypatch, capfd):
 def test_other_decoders_pass(tmp_path, family, quick_engines):
     """Recurrent states, which vLLM's CPU build computes in bfloat16 only; experts after deepstack."""
     folder = cases.reduced(cases.tiny(family, tmp_path / "full"), tmp_path / "reduced", "uniform:0.5")
-    findings = conformance.examine(folder, "vllm", prompts=4)
+    findings = conformance.examine(folder, "vllm", Comparison(prompts=4))
     assert [finding for finding in findings if not finding.ok] == []
 
 
@@ -131,5 +134,5 @@ def test_a_format_that_transformers_does_not_read(tmp_path, quick_engines):
     """Oracle: the same weights in compressed-tensors, which transformers reads, take the checkpoint's place there."""
     rtn.write(DEMOS / "demo-llava", tmp_path / "ct", rtn.SCHEMES["w4-asymmetric"])
     convert(tmp_path / "ct", tmp_path / "awq", "awq")
-    findings = conformance.examine(tmp_path / "awq", "vllm", prompts=4)
+    findings = conformance.examine(tmp_path / "awq", "vllm", Comparison(prompts=4))
     assert [finding for finding in findings if not finding.ok] == []
