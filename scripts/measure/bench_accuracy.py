@@ -219,7 +219,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     outs: list[tuple[str, Path, float]] = []  # recipe, checkpoint, how many times smaller its weights are
     for name in names:
         for seed in range(SEEDS if name in bench.repeated else 1):
-            out = folder / re.sub(r"\W+", "-", f"{model} {name} {seed}")
+            out = folder / re.sub(r"\W+", "-", f"{bench.file.stem} {model} {name} {seed}")
             try:
                 recipe = resolve({"model": str(source), "out": str(out), "seed": seed, **bench.recipes[name]}).recipe
                 manifest = out / "vlmcompress.json"
@@ -244,7 +244,8 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         suite = by_seed[0][1].suites[0].model_dump(mode="json")
         row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
-            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data)
+            asked = {sample.id for sample in by_seed[0][1].samples}
+            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data, asked)
         if not in_vllm:
             row["engine"] = "transformers"
         margins = {"overall": suite["overall"]["margin"]}
@@ -328,11 +329,12 @@ def stored(bench: Bench) -> list[dict[str, Any]]:
     return [row for row in rows if row["recipe"] in bench.recipes]
 
 
-def visual_tokens(source: Path, suite: dict, data: Path | None) -> list[int]:
+def visual_tokens(source: Path, suite: dict, data: Path | None, asked: set[str]) -> list[int]:
     """Visual tokens of a suite before and after a reducer: vLLM counts those of whole prompts alone.
 
     Args:
         data: file of questions about an image each; None: the suite is that of clips.
+        asked: ids of the questions that were asked.
     """
     from PIL import Image
     from transformers import AutoProcessor
@@ -342,12 +344,11 @@ def visual_tokens(source: Path, suite: dict, data: Path | None) -> list[int]:
 
     spec, processor = spec_for(read_config(source)), AutoProcessor.from_pretrained(source)
     if data is None:
-        of_one: float = math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
+        before = len(asked) * math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
     else:
-        images = itertools.chain(*parquet.read_table(data, columns=["image"])["image"].to_pylist())
-        sizes = [Image.open(io.BytesIO(image)).size for image in images]
-        of_one = float(np.mean([spec.layout(processor, *size, 1).tokens for size in sizes]))
-    before = round(of_one * suite["samples"])
+        rows = parquet.read_table(data, columns=["id", "image"]).to_pylist()
+        sizes = [Image.open(io.BytesIO(image)).size for row in rows if row["id"] in asked for image in row["image"]]
+        before = sum(spec.layout(processor, *size, 1).tokens for size in sizes)
     return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
 
@@ -395,6 +396,7 @@ def against_random(bench: Bench) -> list[str]:
     from vlmcompress.evaluation.accuracy.compare import compare
 
     lines = []
+    overall = [column for column, keys in bench.columns.items() if keys == ("overall",) and bench.suite]
     with np.load(bench.rows) if bench.rows.exists() else contextlib.nullcontext({}) as rows:
         for model in bench.models:
             scores = {name: rows[key] for name in ("random 1/2", *HALVED) if (key := f"{model}|{name}|0|score") in rows}
@@ -406,7 +408,8 @@ def against_random(bench: Bench) -> list[str]:
                 f"`{name}` {100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f})"
                 for name, c in won.items()
             )
-            lines.append(f"* **{model}, against `random 1/2`**: {', '.join(texts)}")
+            what = ", ".join([model, *overall])
+            lines.append(f"* **{what}, against `random 1/2`**: {', '.join(texts)}")
     return lines
 
 
