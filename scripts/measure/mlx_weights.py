@@ -55,7 +55,7 @@ from vlmcompress.recipe import resolve
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "mlx.json"
 BASE = "mlx-vlm rtn"
-METHODS = (BASE, "mlx-vlm awq", "rtn", "gptq", "awq", "gptq-plus")
+METHODS = (BASE, "mlx-vlm awq", "mlx-vlm awq, images", "rtn", "gptq", "awq", "gptq-plus")
 CONVERT = """  # AWQ's calibration in float32: on a CPU MLX takes ten times as long in bfloat16
 import sys, mlx.core as mx, mlx_vlm, mlx_vlm.quant_utils as quantization
 rounded = quantization.quantize_model
@@ -63,7 +63,13 @@ def in_bfloat16(model, *arguments, **options):
     model.set_dtype(mx.bfloat16)
     return rounded(model, *arguments, **options)
 quantization.quantize_model = in_bfloat16
-mlx_vlm.convert(*sys.argv[1:3], quantize=True, quant_method=sys.argv[3], dtype="float32")
+import mlx_vlm.utils
+def prepared(processor, images=None, prompts=None, **_):  # its own passes `padding`, which transformers 5.17 refuses
+    inputs = processor(images=images, text=prompts, return_tensors="np")
+    return {name: mx.array(value) for name, value in inputs.items()}
+mlx_vlm.utils.prepare_inputs = prepared
+images = {"calibration": "multimodal", "calibration_data": sys.argv[4]} if len(sys.argv) > 4 else {}
+mlx_vlm.convert(*sys.argv[1:3], quantize=True, quant_method=sys.argv[3], dtype="float32", **images)
 """
 LOGITS = """
 import sys, numpy, mlx.core as mx, mlx_vlm
@@ -85,7 +91,15 @@ def write(bench: Bench, method: str, folder: Path) -> None:
         source = folder.with_suffix(".source")  # mlx-vlm fails on some config.json that transformers 5 saved
         shutil.copytree(bench.folder, source, dirs_exist_ok=True)
         (source / "config.json").write_text(json.dumps(published(models.read_config(bench.folder))))
-        in_mlx(CONVERT, source, folder, method.split()[1])
+        media = folder.with_suffix(".media")
+        if images := method.endswith("images"):
+            from vlmcompress.models.data import load_samples
+
+            media.mkdir(exist_ok=True)
+            for sample in load_samples(bench.data, samples=64, seed=0):
+                for number, image in enumerate(sample.images):
+                    image.convert("RGB").save(media / f"{sample.id}-{number}.png".replace("/", "-"))
+        in_mlx(CONVERT, source, folder, method.split()[1].strip(","), *[media] * images)
         shutil.rmtree(source)
         return
     tied = models.is_tied(bench.plain.model, bench.plain.spec)
