@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Accuracy of schemes and reducers on the demo models in vLLM: their test split, paired with the BF16 original. Three bits are
-measured in transformers, as vLLM's CPU build has no kernel for them.
+"""Accuracy of schemes and reducers on the demo models in vLLM: their test split, paired with the BF16 original. What vLLM's CPU
+build has no kernel for gets its weights in 16 bits (3 bits, `w8a16`) or is measured in transformers (`fp8-static`).
 
     scripts/measure/bench_accuracy.py                     world: both models; writes eval/accuracy.json
     scripts/measure/bench_accuracy.py boxes               boxes and points, of demos that give them
     scripts/measure/bench_accuracy.py pages               labels to read
     scripts/measure/bench_accuracy.py clips               clips
+    scripts/measure/bench_accuracy.py photo               scenes of pictures and of photographs, of demo-photo
     scripts/measure/bench_accuracy.py --recipes int8      this recipe, keeping the rows of the others
     scripts/measure/bench_accuracy.py --limit 300         fewer questions
     scripts/measure/bench_accuracy.py boxes --render      print the table from that file
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SKILLS = ("qwen", "llava")
+PICTURES = ("photo", "photographs")
 SEEDS = 3  # calibrations of a repeated recipe
 Arrays = dict[str, np.ndarray]  # "model|recipe|seed|name" -> a value a question
 
@@ -62,6 +64,7 @@ class Bench:
         scores: name in the results -> family and further score of its answers, given the expected ones.
         columns: column of the table -> keys of its comparison in a result.
         repeated: recipes that are calibrated with several seeds.
+        data: name in the table -> file of questions, where these are not the test split of a model's own data.
     """
 
     suite: str | None
@@ -71,6 +74,7 @@ class Bench:
     scores: dict[str, tuple[str, Callable[[str, str], float | None]]] = field(default_factory=dict)
     columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
     repeated: frozenset[str] = frozenset()
+    data: dict[str, Path] = field(default_factory=dict)
 
     @property
     def rows(self) -> Path:
@@ -80,6 +84,7 @@ class Bench:
 
 PLUS = {"scheme": "gptq-plus"}
 HALVED = {"coverage 1/2, merged": "coverage:1/2,merge=nearest", "pool 1x2": "pool:window=1x2"}
+PLUS_HALVED = {f"gptq-plus g128, {name}": PLUS | {"reduce": reduce} for name, reduce in HALVED.items()}
 WORLD: dict[str, dict] = {
     "fp8": {"scheme": "fp8"},
     "int8": {"scheme": "int8"},
@@ -90,6 +95,10 @@ WORLD: dict[str, dict] = {
     "gptq-plus g128": PLUS,
     "gptq-plus g128, symmetric": PLUS | {"options": {"symmetric": True}},
     "gptq-plus g32": PLUS | {"options": {"group_size": 32}},
+    "fp8-static": {"scheme": "fp8-static"},
+    "w8a16": {"scheme": "w8a16"},
+    "gptq-plus g32, 3 bits": PLUS | {"options": {"bits": 3, "group_size": 32}},
+    "gptq-plus g32, 3 bits, rotated": PLUS | {"options": {"bits": 3, "group_size": 32}, "rotate": "hadamard"},
     **{
         name: {"scheme": "none", "reduce": reduce}
         for name, reduce in (
@@ -98,13 +107,12 @@ WORLD: dict[str, dict] = {
         )
     },
     "fp8, coverage 1/2, merged": {"scheme": "fp8", "reduce": HALVED["coverage 1/2, merged"]},
-    **{f"gptq-plus g128, {name}": PLUS | {"reduce": reduce} for name, reduce in HALVED.items()},
+    **PLUS_HALVED,
 }
 SKILLED: dict[str, dict] = {
     **{name: WORLD[name] for name in ("fp8", "int8", "rtn g128", "awq g128", "int8, tower too", "gptq-plus g128")},
     "rtn g32, 3 bits": {"scheme": "rtn", "options": {"bits": 3, "group_size": 32}},
-    "gptq-plus g32, 3 bits": PLUS | {"options": {"bits": 3, "group_size": 32}},
-    "gptq-plus g32, 3 bits, rotated": PLUS | {"options": {"bits": 3, "group_size": 32}, "rotate": "hadamard"},
+    **{name: WORLD[name] for name in ("w8a16", "gptq-plus g32, 3 bits", "gptq-plus g32, 3 bits, rotated")},
     **{
         name: {"scheme": "none", "reduce": reduce}
         for share, window in (("1/2", "1x2"), ("1/4", "2x2"))
@@ -115,7 +123,7 @@ SKILLED: dict[str, dict] = {
             *((f"{method} {share}", f"{method}:{share}") for method in ("dymu", "visionzip", "resize")),
         )
     },
-    **{f"gptq-plus g128, {name}": PLUS | {"reduce": reduce} for name, reduce in HALVED.items()},
+    **PLUS_HALVED,
 }
 WATCHED: dict[str, dict] = {
     **{name: SKILLED[name] for name in ("fp8", "int8", "gptq-plus g128", "rtn g32, 3 bits")},
@@ -131,8 +139,14 @@ WATCHED: dict[str, dict] = {
     },
     "gptq-plus g128, evs 1/2": PLUS | {"reduce": "evs:1/2"},
 }
-REPEATED = frozenset({"gptq-plus g128", "gptq-plus g128, coverage 1/2, merged"})
-SKILLED_REPEATED = REPEATED | {"gptq-plus g32, 3 bits", "gptq-plus g32, 3 bits, rotated"}
+REPEATED = frozenset(
+    {
+        "gptq-plus g128",
+        "gptq-plus g128, coverage 1/2, merged",
+        "gptq-plus g32, 3 bits",
+        "gptq-plus g32, 3 bits, rotated",
+    }
+)
 
 
 def _skilled(skill: str) -> tuple[Path, dict[str, Path], dict[str, dict]]:
@@ -153,14 +167,22 @@ BENCHES = {
         *_skilled("boxes"),
         {"iou": ("box", overlap)},
         {"boxes hit": ("families", "box"), "mean IoU": ("iou",), "points hit": ("families", "point")},
-        repeated=SKILLED_REPEATED,
+        repeated=REPEATED,
     ),
     "pages": Bench(
         "pages",
         *_skilled("pages"),
         {"exact": ("page", lambda answer, expected: float(normalise(answer) == normalise(expected)))},
         {"labels right": ("exact",), "edit similarity": ("overall",)},
-        repeated=SKILLED_REPEATED,
+        repeated=REPEATED,
+    ),
+    "photo": Bench(
+        None,
+        ROOT / "eval/photo.json",
+        dict.fromkeys(PICTURES, ROOT / "build/demo-photo"),
+        {name: WORLD[name] for name in ("int8", "gptq-plus g128", "random 1/2", *HALVED, *PLUS_HALVED)},
+        repeated=REPEATED,
+        data={"photographs": ROOT / "build/data/photographs/test.parquet"},
     ),
     "clips": Bench(
         "clips",
@@ -172,9 +194,14 @@ BENCHES = {
 }
 
 
+def dequantized(recipe: str) -> bool:
+    """Whether vLLM gets a recipe's weights in 16 bits, as it has no kernel for them: the values that it would multiply with."""
+    return "3 bits" in recipe or recipe == "w8a16"
+
+
 def in_transformers(recipe: str) -> bool:
-    """Whether a recipe is measured there."""
-    return "3 bits" in recipe
+    """Whether a recipe, whose activations are rounded by scales that vLLM's CPU build does not read, is measured there."""
+    return recipe == "fp8-static"
 
 
 def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, folder: Path) -> None:
@@ -182,6 +209,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     from vlmcompress import engines
     from vlmcompress.engines import EngineSettings
     from vlmcompress.evaluation.accuracy.accuracy import FIRST_TOKENS, EvalOptions, evaluate_all
+    from vlmcompress.export.convert import convert
     from vlmcompress.models.data import bundled_data
     from vlmcompress.quantization.run import quantize
     from vlmcompress.recipe import resolve
@@ -191,7 +219,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
     outs: list[tuple[str, Path, float]] = []  # recipe, checkpoint, how many times smaller its weights are
     for name in names:
         for seed in range(SEEDS if name in bench.repeated else 1):
-            out = folder / re.sub(r"\W+", "-", f"{model} {name} {seed}")
+            out = folder / re.sub(r"\W+", "-", f"{bench.file.stem} {model} {name} {seed}")
             try:
                 recipe = resolve({"model": str(source), "out": str(out), "seed": seed, **bench.recipes[name]}).recipe
                 manifest = out / "vlmcompress.json"
@@ -199,12 +227,14 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             except UserError as error:
                 print(f"{model} {name}: {error}", file=sys.stderr)
                 break
-            outs.append((name, out, size["weights_before"] / size["weights_after"]))
+            if dequantized(name) and not (plain := out.with_name(f"{out.name}-bf16")).exists():
+                convert(out, plain, "bf16")
+            outs.append((name, plain if dequantized(name) else out, size["weights_before"] / size["weights_after"]))
     in_vllm = not any(map(in_transformers, names))
     engine = engines.get_engine("vllm" if in_vllm else "hf")
     settings = EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=256 if in_vllm else 32)
     options = EvalOptions(engine, engine, limit=limit, settings=settings)
-    data = bundled_data(source, "test") if bench.suite else None
+    data = bench.data.get(model) or (bundled_data(source, "test") if bench.suite else None)
     evaluated = evaluate_all([out for _, out, _ in outs], source, [bench.suite], data, options)
     for name, pairs in itertools.groupby(zip(outs, evaluated, strict=True), key=lambda pair: pair[0][0]):
         by_seed = list(pairs)
@@ -214,7 +244,8 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         suite = by_seed[0][1].suites[0].model_dump(mode="json")
         row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
-            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data)
+            asked = {sample.id for sample in by_seed[0][1].samples}
+            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data, asked)
         if not in_vllm:
             row["engine"] = "transformers"
         margins = {"overall": suite["overall"]["margin"]}
@@ -298,11 +329,12 @@ def stored(bench: Bench) -> list[dict[str, Any]]:
     return [row for row in rows if row["recipe"] in bench.recipes]
 
 
-def visual_tokens(source: Path, suite: dict, data: Path | None) -> list[int]:
+def visual_tokens(source: Path, suite: dict, data: Path | None, asked: set[str]) -> list[int]:
     """Visual tokens of a suite before and after a reducer: vLLM counts those of whole prompts alone.
 
     Args:
         data: file of questions about an image each; None: the suite is that of clips.
+        asked: ids of the questions that were asked.
     """
     from PIL import Image
     from transformers import AutoProcessor
@@ -312,17 +344,17 @@ def visual_tokens(source: Path, suite: dict, data: Path | None) -> list[int]:
 
     spec, processor = spec_for(read_config(source)), AutoProcessor.from_pretrained(source)
     if data is None:
-        of_one: float = math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
+        before = len(asked) * math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
     else:
-        images = itertools.chain(*parquet.read_table(data, columns=["image"])["image"].to_pylist())
-        sizes = [Image.open(io.BytesIO(image)).size for image in images]
-        of_one = float(np.mean([spec.layout(processor, *size, 1).tokens for size in sizes]))
-    before = round(of_one * suite["samples"])
+        rows = parquet.read_table(data, columns=["id", "image"]).to_pylist()
+        sizes = [Image.open(io.BytesIO(image)).size for row in rows if row["id"] in asked for image in row["image"]]
+        before = sum(spec.layout(processor, *size, 1).tokens for size in sizes)
     return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
 
 def render(bench: Bench, rows: list[dict]) -> str:
-    """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals."""
+    """Render the results as a Markdown table: a row a recipe, differences to BF16 in points with their intervals. What
+    compares with random tokens comes after it."""
     cells = {(row["model"], row["recipe"], row.get("engine", "")): row for row in rows}
     names = sorted({row["model"] for row in rows}, key=list(bench.models).index)
     engines = sorted({row.get("engine", "") for row in rows})
@@ -355,7 +387,30 @@ def render(bench: Bench, rows: list[dict]) -> str:
                 parts.append(f"{row['kl']:.4f}")
         if any(parts):
             lines.append(f"| {recipe}{engine and f', in {engine}'} | {' | '.join(parts)} |")
-    return "\n".join(lines)
+    won = against_random(bench)
+    return "\n".join(lines + ["", *won] * bool(won))
+
+
+def against_random(bench: Bench) -> list[str]:
+    """A line a model: points that other halves of the tokens win over `random 1/2` on the same questions, with intervals."""
+    from vlmcompress.evaluation.accuracy.compare import compare
+
+    lines = []
+    overall = [column for column, keys in bench.columns.items() if keys == ("overall",) and bench.suite]
+    with np.load(bench.rows) if bench.rows.exists() else contextlib.nullcontext({}) as rows:
+        for model in bench.models:
+            scores = {name: rows[key] for name in ("random 1/2", *HALVED) if (key := f"{model}|{name}|0|score") in rows}
+            if (random := scores.pop("random 1/2", None)) is None:
+                continue
+            image = rows[f"{model}|random 1/2|0|image"].tolist()
+            won = {name: compare(random.tolist(), score.tolist(), image) for name, score in scores.items()}
+            texts = (
+                f"`{name}` {100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f})"
+                for name, c in won.items()
+            )
+            what = ", ".join([model, *overall])
+            lines.append(f"* **{what}, against `random 1/2`**: {', '.join(texts)}")
+    return lines
 
 
 def compared_in(bench: Bench, row: dict) -> list[dict]:
@@ -375,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("bench", nargs="?", choices=BENCHES, default="world")
     parser.add_argument("--limit", type=int, help="questions per model; default all of the test split")
-    parser.add_argument("--models", nargs="+", choices=SKILLS, default=SKILLS, help="keep the others' rows")
+    parser.add_argument("--models", nargs="+", choices=SKILLS + PICTURES, help="keep the others' rows; default: all")
     parser.add_argument("--recipes", nargs="+", help="the same of recipes; default: all")
     parser.add_argument("--work", type=Path, help="keep checkpoints here, and use those that an earlier call left")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
@@ -386,7 +441,7 @@ def main() -> None:
     if not args.render:
         names = args.recipes or list(bench.recipes)
         parts = [[name for name in names if in_transformers(name) == apart] for apart in (False, True)]
-        for model, part in itertools.product(args.models, filter(None, parts)):
+        for model, part in itertools.product(args.models or bench.models, filter(None, parts)):
             with contextlib.nullcontext(args.work) if args.work else tempfile.TemporaryDirectory() as folder:
                 measure(bench, model, part, args.limit, Path(folder))
     rows = stored(bench)
