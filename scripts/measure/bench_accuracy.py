@@ -123,6 +123,8 @@ SKILLED: dict[str, dict] = {
             *((f"{method} {share}", f"{method}:{share}") for method in ("dymu", "visionzip", "resize")),
         )
     },
+    "pixelprune 0.1": {"scheme": "none", "reduce": "pixelprune:threshold=0.1"},
+    **{f"{method} 4/5": {"scheme": "none", "reduce": f"{method}:0.8"} for method in ("random", "uniform", "coverage")},
     **PLUS_HALVED,
 }
 WATCHED: dict[str, dict] = {
