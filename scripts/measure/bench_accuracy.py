@@ -246,8 +246,8 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
         suite = by_seed[0][1].suites[0].model_dump(mode="json")
         row = {"model": model, "recipe": name, "ratio": by_seed[0][0][2], "seeds": len(by_seed)}
         if bench.suite:
-            asked = {sample.id for sample in by_seed[0][1].samples}
-            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data, asked)
+            ids = {sample.id for sample in by_seed[0][1].samples}
+            row["visual_tokens"] = suite["visual_tokens"] or visual_tokens(source, suite, data, ids)
         if not in_vllm:
             row["engine"] = "transformers"
         margins = {"overall": suite["overall"]["margin"]}
@@ -331,12 +331,12 @@ def stored(bench: Bench) -> list[dict[str, Any]]:
     return [row for row in rows if row["recipe"] in bench.recipes]
 
 
-def visual_tokens(source: Path, suite: dict, data: Path | None, asked: set[str]) -> list[int]:
+def visual_tokens(source: Path, suite: dict, data: Path | None, ids: set[str]) -> list[int]:
     """Visual tokens of a suite before and after a reducer: vLLM counts those of whole prompts alone.
 
     Args:
         data: file of questions about an image each; None: the suite is that of clips.
-        asked: ids of the questions that were asked.
+        ids: of the questions that were asked.
     """
     from PIL import Image
     from transformers import AutoProcessor
@@ -346,10 +346,10 @@ def visual_tokens(source: Path, suite: dict, data: Path | None, asked: set[str])
 
     spec, processor = spec_for(read_config(source)), AutoProcessor.from_pretrained(source)
     if data is None:
-        before = len(asked) * math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
+        before = len(ids) * math.prod(spec.images.video(processor, FRAMES, SIDE, SIDE))
     else:
         rows = parquet.read_table(data, columns=["id", "image"]).to_pylist()
-        sizes = [Image.open(io.BytesIO(image)).size for row in rows if row["id"] in asked for image in row["image"]]
+        sizes = [Image.open(io.BytesIO(image)).size for row in rows if row["id"] in ids for image in row["image"]]
         before = sum(spec.layout(processor, *size, 1).tokens for size in sizes)
     return [before, before - suite["prompt_tokens"][0] + suite["prompt_tokens"][1]]
 
