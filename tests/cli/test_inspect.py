@@ -13,6 +13,7 @@ from tests.kit.reduction_data import checkpoint, vlm
 from vlmcompress import cli
 from vlmcompress.models.data.encode import encode_prompt
 from vlmcompress.models.data.samples import Sample
+from vlmcompress.models.devices import float_products
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import parse_reducer
 from vlmcompress.reduction.hooks import picture
@@ -43,7 +44,8 @@ def features(family: str, images: list[Image.Image]) -> torch.Tensor:
     hook = text.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["inputs_embeds"][0]), with_kwargs=True
     )
-    model.model(**inputs)
+    with float_products(model.model):
+        model.model(**inputs)
     hook.remove()
     return rows[0][inputs["input_ids"][0] == getattr(model.model.config, model.spec.image_token)]
 
