@@ -64,7 +64,7 @@ class Bench:
         scores: name in the results -> family and further score of its answers, given the expected ones.
         columns: column of the table -> keys of its comparison in a result.
         repeated: recipes that are calibrated with several seeds.
-        data: name in the table -> file of questions, where these are not the test split of a model's own data.
+        data: name in the table -> file of questions, where these are not those of the suite.
     """
 
     suite: str | None
@@ -184,7 +184,7 @@ BENCHES = {
         dict.fromkeys(PICTURES, ROOT / "build/demo-photo"),
         {name: WORLD[name] for name in ("int8", "gptq-plus g128", "random 1/2", *HALVED, *PLUS_HALVED)},
         repeated=REPEATED,
-        data={"photographs": ROOT / "build/data/photographs/test.parquet"},
+        data={name: ROOT / f"build/data/{name}/test.parquet" for name in PICTURES},
     ),
     "clips": Bench(
         "clips",
@@ -402,7 +402,7 @@ def against_random(bench: Bench) -> list[str]:
     with np.load(bench.rows) if bench.rows.exists() else contextlib.nullcontext({}) as rows:
         for model in bench.models:
             scores = {name: rows[key] for name in ("random 1/2", *HALVED) if (key := f"{model}|{name}|0|score") in rows}
-            if (random := scores.pop("random 1/2", None)) is None:
+            if (random := scores.pop("random 1/2", None)) is None or not scores:
                 continue
             image = rows[f"{model}|random 1/2|0|image"].tolist()
             won = {name: compare(random.tolist(), score.tolist(), image) for name, score in scores.items()}
