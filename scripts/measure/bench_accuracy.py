@@ -65,6 +65,7 @@ class Bench:
         columns: column of the table -> keys of its comparison in a result.
         repeated: recipes that are calibrated with several seeds.
         data: name in the table -> file of questions, where these are not those of the suite.
+        dtype: of the engines; CPUs without BF16 instructions take several times as long for BF16 as for float32.
     """
 
     suite: str | None
@@ -75,6 +76,7 @@ class Bench:
     columns: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"difference": ("overall",)})
     repeated: frozenset[str] = frozenset()
     data: dict[str, Path] = field(default_factory=dict)
+    dtype: str = "auto"
 
     @property
     def rows(self) -> Path:
@@ -185,6 +187,7 @@ BENCHES = {
         {name: WORLD[name] for name in ("int8", "gptq-plus g128", "random 1/2", *HALVED, *PLUS_HALVED)},
         repeated=REPEATED,
         data={name: ROOT / f"build/data/{name}/test.parquet" for name in PICTURES},
+        dtype="float32",
     ),
     "clips": Bench(
         "clips",
@@ -234,7 +237,7 @@ def measure(bench: Bench, model: str, names: Sequence[str], limit: int | None, f
             outs.append((name, plain if dequantized(name) else out, size["weights_before"] / size["weights_after"]))
     in_vllm = not any(map(in_transformers, names))
     engine = engines.get_engine("vllm" if in_vllm else "hf")
-    settings = EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=256 if in_vllm else 32)
+    settings = EngineSettings(logprobs=FIRST_TOKENS, max_num_seqs=256 if in_vllm else 32, dtype=bench.dtype)
     options = EvalOptions(engine, engine, limit=limit, settings=settings)
     data = bench.data.get(model) or (bundled_data(source, "test") if bench.suite else None)
     evaluated = evaluate_all([out for _, out, _ in outs], source, [bench.suite], data, options)
