@@ -22,14 +22,20 @@ def gpu_problem() -> str | None:
 
     None where it can, where there is no GPU, where `CUDA_VISIBLE_DEVICES` hides it, and where torch is built for CPUs or AMD.
     """
+    problem = None if hidden() else _unusable()
+    return problem and f"{problem}; {ON_CPU}"
+
+
+def _unusable() -> str | None:
+    """`gpu_problem` without the way to compute on the CPU, and whatever `CUDA_VISIBLE_DEVICES` says."""
     import torch
 
-    if not torch.version.cuda or hidden():
+    if not torch.version.cuda:
         return None
     if not torch.cuda.is_available():
         failure = _failure()
-        remedy = "; update it, or install a torch for an older CUDA"
-        return f"{failure}{remedy}; {ON_CPU}" if "driver on your system is too old" in failure else None
+        remedy = "update it, or install a torch for an older CUDA"
+        return f"{failure}; {remedy}" if "driver on your system is too old" in failure else None
     capability = torch.cuda.get_device_capability()
     codes = torch.cuda.get_arch_list()
     if not codes or any(_runs(code, capability) for code in codes):
@@ -37,7 +43,7 @@ def gpu_problem() -> str | None:
     name = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
     return (
         f"torch {torch.__version__} has no code for {name}, only for {', '.join(codes)}; install a release or a build of "
-        f"torch that has, or use another GPU; {ON_CPU}"
+        "torch that has, or use another GPU"
     )
 
 
@@ -57,8 +63,8 @@ def engine_problem(folder: str | Path, flags: Sequence[str] = ()) -> str | None:
     if hidden():
         value = os.environ["CUDA_VISIBLE_DEVICES"]
         return f"CUDA_VISIBLE_DEVICES={value} hides all GPUs, and this vLLM needs one; unset it, or install {cpu_build}"
-    if problem := gpu_problem():
-        return problem.removesuffix(f"; {ON_CPU}")
+    if problem := _unusable():
+        return problem
     if not torch.cuda.is_available():
         return (
             f"this vLLM needs a GPU, and torch finds none ({_failure()}); use another machine, or install {cpu_build}"

@@ -76,14 +76,14 @@ def main() -> None:
         runpy.run_path(os.path.join(os.path.dirname(HERE), "worker.py"))["end_with_parent"]()
     else:
         end_with_us()
-    # vllm/entrypoints/cli/main.py::main reads the version of a distribution named vllm. Can go when the CPU build has that
-    # name, or vLLM does not need it.
     from vllm.platforms import current_platform
 
     model, *flags = sys.argv[1:]
     if not current_platform.is_cpu() and (problem := runpy.run_path(GPU)["forked_engine_problem"](model, flags)):
         print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
+    # vllm/entrypoints/cli/main.py::main reads the version of a distribution named vllm. Can go when the CPU build has that
+    # name, or vLLM does not need it.
     from vllm.entrypoints.launchers import launcher
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

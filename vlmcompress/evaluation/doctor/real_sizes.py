@@ -8,7 +8,7 @@ answers in transformers, what differs in the quantized model's is the weights'.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +26,11 @@ FAR = 0.02  # of the image's side
 
 def whole_characters(answers: Answers) -> dict[str, Answer]:
     """Answers without incomplete characters, which are replacement characters in transformers, and one or none in engines."""
-    whole = {}
-    for name, answer in answers.items():
-        first = first_tokens((text.replace("\ufffd", ""), value) for text, value in (answer.first or {}).items())
-        whole[name] = replace(answer, text=answer.text.replace("\ufffd", ""), first=first or None)
-    return whole
+
+    def whole(text: str) -> str:
+        return text.replace("\ufffd", "")
+
+    return {name: replace(_first_as(answer, whole), text=whole(answer.text)) for name, answer in answers.items()}
 
 
 def without_special_tokens(answers: Answers, folder: Path) -> dict[str, Answer]:
@@ -38,11 +38,13 @@ def without_special_tokens(answers: Answers, folder: Path) -> dict[str, Answer]:
     file = folder / "tokenizer.json"
     added = json_files.read(file).get("added_tokens") or () if file.is_file() else ()
     special = {token["content"] for token in added if token.get("special")}
-    plain = {}
-    for name, answer in answers.items():
-        first = first_tokens(("" if text in special else text, value) for text, value in (answer.first or {}).items())
-        plain[name] = replace(answer, first=first or None)
-    return plain
+    return {name: _first_as(answer, lambda text: "" if text in special else text) for name, answer in answers.items()}
+
+
+def _first_as(answer: Answer, plain: Callable[[str], str]) -> Answer:
+    """An answer whose first tokens have the texts that `plain` makes of theirs; equal texts become one."""
+    first = first_tokens((plain(text), value) for text, value in (answer.first or {}).items())
+    return replace(answer, first=first or None)
 
 
 def nats(answer: Answer, expected: Answer) -> float | None:
