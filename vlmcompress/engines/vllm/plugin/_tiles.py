@@ -70,11 +70,9 @@ class TiledProcessor(Counting, ReducedProcessor):
         item, tokens = out_mm_kwargs["image"][number], int(visual.sum())
         grid = tile_grid(self.info.get_hf_config())
         full, place = math.prod(grid), visual.cumsum(0) - 1
-        counts = torch.full((tokens // full,), self.info.reducer.of_item(item, "image", tokens).count(grid))
-        if self.info.reducer.counter:
-            counts = item[FIELD].data
-        elif UNITS in item:
-            counts = item[UNITS].data.view(-1, full).sum(1)
+        counts = _counts_by_content(item, full)
+        if counts is None:
+            counts = torch.full((tokens // full,), self.info.reducer.of_item(item, "image", tokens).count(grid))
         stays = ~visual | (place % full < counts[place.clamp(min=0) // full])
         ids = torch.tensor(content.full)[stays].tolist()
         return Placeholders(ids, content.is_embed, positions=len(content.full))
@@ -84,6 +82,14 @@ def _tiles_in(inputs: Mapping[str, Any]) -> Tensor:
     """Numbers of tiles of the images in a processor's output."""
     tiles: Tensor = inputs.get("image_num_patches", inputs.get("num_patches", torch.empty(0, dtype=torch.int64)))
     return tiles
+
+
+def _counts_by_content(item: Any, full: int) -> Tensor | None:
+    """How many of its `full` tokens each tile of a processed image keeps; None where that does not depend on what it shows."""
+    if FIELD in item:
+        counted: Tensor = item[FIELD].data
+        return counted
+    return item[UNITS].data.view(-1, full).sum(1) if UNITS in item else None
 
 
 def tiles_of(item: Any) -> int:
@@ -117,11 +123,9 @@ class TiledImages(OriginalPositions, PlainRope):
 
     def _ends(self, item: Any, tokens: int) -> np.ndarray:
         """The index of the last token of each tile among the `tokens` remaining tokens of an image."""
-        if self.reducer.counter:
-            counts: np.ndarray = item[FIELD].data.numpy()
-            return counts.cumsum() - 1
-        if UNITS in item:
-            ends: np.ndarray = item[UNITS].data.view(-1, math.prod(self.grid)).sum(1).cumsum(0).numpy() - 1
+        counts = _counts_by_content(item, math.prod(self.grid))
+        if counts is not None:
+            ends: np.ndarray = counts.cumsum(0).numpy() - 1
             return ends
         kept = tokens // tiles_of(item)
         return np.arange(kept, tokens + 1, kept) - 1
