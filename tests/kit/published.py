@@ -21,10 +21,7 @@ CONFIGS: dict[str, dict] = {
     "qwen2-5-vl": EPS | {"vision_config": {"window_size": 112}},
 }
 SPLITS = {"idefics3": ["\n\n"]}  # a token that llama.cpp's processor of the family asks for by name
-MLX: dict[str, dict[str, Any]] = {
-    "gemma4": {"text_config": {"pad_token_id": 0}},
-    "mistral3": {"vision_config": {"hidden_act": "silu"}},
-}
+MLX: dict[str, dict[str, Any]] = {"mistral3": {"vision_config": {"hidden_act": "silu"}}}
 TOKENS, CONTEXT = 512, 8192
 TILES = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]  # the usual choice, of tiles of 56 pixels
 LIMITS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ import pytest
 
 from tests.kit import reduced_cases as cases
 from tests.kit import rtn
+from tests.kit.float_models import edit, floats
 from tests.kit.places import DEMOS
 from vlmcompress import cli
 from vlmcompress.engines import Answer
@@ -126,6 +127,26 @@ def test_other_decoders_pass(tmp_path, family, quick_engines):
     folder = cases.reduced(cases.tiny(family, tmp_path / "full"), tmp_path / "reduced", "uniform:0.5")
     findings = conformance.examine(folder, "vllm", Comparison(prompts=4))
     assert [finding for finding in findings if not finding.ok] == []
+
+
+@engine
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma4", "glm4v", "lfm2-vl"])
+def test_float_weights_without_a_neutral_one_pass(tmp_path, family, quick_engines):
+    """Rows of images per layer, biases of queries and keys, RoPE in a block among convolutions (by the plugin)."""
+    findings = conformance.examine(floats(family, tmp_path), "vllm", Comparison(prompts=4))
+    assert [finding for finding in findings if not finding.ok] == []
+
+
+@engine
+@pytest.mark.slow
+def test_a_bias_that_vllm_leaves_out(tmp_path, quick_engines):
+    edit(floats("glm4v", tmp_path), "config.json", text_config={"attention_bias": False})  # transformers ignores it
+    (finding,) = conformance.examine(tmp_path, "vllm", Comparison(prompts=4))
+    assert (
+        not finding.ok and "no place for 6 tensors, first 'model.language_model.layers.0.self_attn.k" in finding.detail
+    )
+    assert "attention_bias in text_config" in finding.detail
 
 
 @engine

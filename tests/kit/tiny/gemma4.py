@@ -38,7 +38,8 @@ def model(**mixture: object) -> T.PreTrainedModel:
                 **PATCHES,
             ),
             text_config=T.Gemma4TextConfig(
-                **{**GQA, "num_hidden_layers": 3},
+                # of images transformers looks up the row of `pad_token_id` per layer, other engines row 0
+                **{**GQA, "num_hidden_layers": 3, "pad_token_id": 0},
                 head_dim=32,
                 global_head_dim=64,
                 num_global_key_value_heads=1,

@@ -30,7 +30,8 @@ SIZE = {"shortest_edge": 28 * 28 * 4 * 2, "longest_edge": 28 * 28 * 36 * 2}  # o
 def model() -> T.PreTrainedModel:
     return T.Glm4vForConditionalGeneration(
         T.Glm4vConfig(
-            text_config={**GQA, "rope_parameters": ROPE},
+            # transformers always has the biases, vLLM only where the config says so
+            text_config={**GQA, "rope_parameters": ROPE, "attention_bias": True},
             vision_config=VISION,
             tie_word_embeddings=False,
             **TOKEN_IDS,

@@ -13,6 +13,7 @@ from typing import Any
 
 from vlmcompress.engines.vllm import ENGINE as VLLM
 from vlmcompress.engines.vllm import environment
+from vlmcompress.engines.vllm.names_worker import NO_BIAS
 from vlmcompress.utils.messages import Check
 
 TIMEOUT = 1800.0  # seconds for importing vLLM, and for building a model
@@ -40,9 +41,10 @@ def examine_tensors(folder: Path) -> Check:
     if lost := placed["lost"]:
         first = min(lost)
         what = f"vLLM has no place for {len(lost)} tensors, first '{first}' ({lost[first]})"
-        return Check(
-            "names", False, f"{what}; let `vlmcompress quantize` write the original again, it puts names right"
-        )
+        remedy = "let `vlmcompress quantize` write the original again, it puts names right"
+        if lost[first] == NO_BIAS:
+            remedy = "give config.json what the family's published ones have, such as attention_bias in text_config"
+        return Check("names", False, f"{what}; {remedy}")
     if missing := placed["missing"]:
         what = f"vLLM's {placed['class']} gets nothing for {len(missing)} parameters, first '{missing[0]}'"
         return Check("names", False, f"{what}; let `vlmcompress quantize` write the original again")

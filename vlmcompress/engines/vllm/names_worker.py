@@ -5,8 +5,9 @@ request is `{"id": name, "folder": path}`, its answer
 
     {"class": of the model, "places": {tensor: [parameter, ...]}, "lost": {tensor: error}, "missing": [parameter, ...]}
 
-A tensor without places is one that vLLM deliberately skips, such as those of a tower's unused last layer. A checkpoint for
-which no model can be built gives `{"error": line}`. Imports only the standard library and vLLM's dependencies.
+A tensor without places is one that vLLM deliberately skips, such as those of a tower's unused last layer. It skips any bias
+that its layer has not (`AutoWeightsLoader`), as GPTQ's files have zeros there; one with other values is lost. A checkpoint
+for which no model can be built gives `{"error": line}`. Imports only the standard library and vLLM's dependencies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import traceback
 
 PACKAGE = "vllm"
+NO_BIAS = "its layer has no bias in vLLM"
 
 
 def start(job: dict):
@@ -62,11 +64,16 @@ def tensor_places(folder: str) -> dict:
             model = initialize_model(vllm_config=config)
         # One tensor per call, so that an error can be attributed; `load_weights` of all families accepts parts of a
         # checkpoint.
-        for name, tensor in tensors(folder):
+        biases = []
+        for name, tensor, counts in tensors(folder):
             try:
                 places[name] = sorted(takers(model, name, tensor))
             except Exception as error:
                 lost[name] = line(error)
+            else:
+                biases += [name] if counts and not places[name] else []
+    used = {name.rpartition(".")[0] for name, parameters in places.items() if parameters}
+    lost |= dict.fromkeys((name for name in biases if name.rpartition(".")[0] in used), NO_BIAS)
     loaded = {parameter for parameters in places.values() for parameter in parameters}
     # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading adds optional parameters to
     # `loaded`, then raises for missing ones.
@@ -88,13 +95,14 @@ def takers(model, name: str, tensor):
 
 
 def tensors(folder: str):
-    """Name and shape of each stored tensor, as tensors without contents."""
+    """Name and shape of each stored tensor, as tensors without contents, and whether it is a bias that is not zero."""
     from safetensors import safe_open
 
     for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
-                yield name, stored.get_tensor(name).to("meta")  # memory-mapped, no page is read
+                tensor = stored.get_tensor(name)  # memory-mapped: only a bias's pages are read
+                yield name, tensor.to("meta"), name.endswith(".bias") and bool(tensor.any())
 
 
 def line(error: Exception) -> str:

@@ -523,6 +523,11 @@ PARTS: dict[str, list[Reach]] = {
     "EXAONE 4.5's images": _reaches(
         "model_executor.layers.fusion.mm_input_norm", "what normalizes pixels", "build_mm_input_norm"
     ),
+    "RoPE of LFM2 on CPUs": _reaches(
+        "model_executor.layers.rotary_embedding.base",
+        "heads are joined for its kernel",
+        ours=("RotaryEmbedding.forward_cpu(positions, query, key)",),
+    ),
     "bad images of requests": [
         *_reaches(
             "multimodal.media.connector",

@@ -9,6 +9,9 @@ engine fails: "Expected multimodal embeddings to be a sequence of 2D tensors".
 **EXAONE 4.5's images.** Its class inherits that pixels are normalized in the model, and builds a tower that does not: it sees
 raw pixels.
 
+**RoPE of LFM2 on CPUs.** LFM2 gives queries and keys as `[tokens, heads, width]`. The kernel of the CPU build takes heads for
+tokens, reads positions beyond the last, and answers are wrong.
+
 **Bad images.** A data: address without base64 is answered with status 501, a local file and an image of over 179 megapixels
 with 500, after which the server closes a connection that a proxy may share among clients: 400 here.
 
@@ -28,6 +31,7 @@ from vlmcompress.engines.vllm.plugin._contract import left_out
 
 NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 MODELS = "vllm.model_executor.models"
+ROPE = "vllm.model_executor.layers.rotary_embedding.base"
 _patched: set[str] = set()  # modules that are patched now or on import
 
 
@@ -36,6 +40,7 @@ def register() -> None:
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
     when_imported(f"{MODELS}.exaone4_5", _normalize_images, "EXAONE 4.5's images")
+    when_imported(ROPE, _join_heads, "RoPE of LFM2 on CPUs")
     when_imported("vllm.multimodal.media.connector", _blame_clients, "bad images of requests")
     when_imported(f"{MODELS}.medusa", _count_table)
 
@@ -97,6 +102,24 @@ def _flatten_videos(module: Any) -> None:
     # `(1, n, d)` in its list. Goes when it returns rows `[n, d]`.
     process = model._process_video_pixels
     model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
+
+
+def _join_heads(module: Any) -> None:
+    rope = module.RotaryEmbedding
+    rotate = rope.forward_cpu
+
+    # csrc/cpu/pos_encoding.cpp::rotary_embedding computes the number of heads from the last axis, and that of tokens from all
+    # others. Goes when it takes heads in an axis of their own, as the CUDA kernel does (vllm PR 12777).
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        if query.dim() <= positions.dim() + 1:
+            return rotate(self, positions, query, key)
+        rows = [part if part is None else part.flatten(-2) for part in (query, key)]
+        rotated = rotate(self, positions, *rows)
+        return tuple(
+            each if each is None else each.view(part.shape) for each, part in zip(rotated, (query, key), strict=True)
+        )
+
+    rope.forward_cpu = forward_cpu
 
 
 def _blame_clients(module: Any) -> None:
