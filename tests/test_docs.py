@@ -220,6 +220,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("bench_accuracy", "boxes"),
         ("bench_accuracy", "pages"),
         ("bench_accuracy", "clips"),
+        ("bench_accuracy", "photo"),
         ("compare_weights", "weights"),
         ("calibration_cost", "calibration_cost"),
         ("token_budget", "token_budget"),
@@ -244,7 +245,7 @@ def test_readme_has_every_machine_with_its_scheme():
     ],
 )
 def test_tables_are_the_measured_ones(script, section):
-    several = script == "earlier" or section in ("boxes", "pages", "clips")
+    several = script == "earlier" or section in ("boxes", "pages", "clips", "photo")
     flags = {"overview": ["--overview"]}.get(section, [section] * several)
     *table, last = printed(f"scripts/measure/{script}.py", "--render", *flags).strip().splitlines()
     json.loads(last)

@@ -210,9 +210,10 @@ def look(served: Any) -> dict[str, Any]:
     by_layer: dict[str, list[str]] = {}
     scales, backends = [], []
     for name, module in served.named_modules():
-        scheme = getattr(module, "scheme", None)
         layer = re.sub(r"\.\d+\.", ".*.", name)
-        for value in vars(scheme).values() if scheme is not None else ():
+        # The scheme of a layer in compressed-tensors, or what AWQ's and GPTQ's files get, keeps it in an attribute.
+        keepers = [getattr(module, what, None) for what in ("scheme", "quant_method")]
+        for value in [value for keeper in keepers if keeper is not None for value in vars(keeper).values()]:
             kind = type(value).__name__
             if "Kernel" in kind and kind not in by_layer.setdefault(layer, []):
                 by_layer[layer].append(kind)

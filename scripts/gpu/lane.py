@@ -230,6 +230,8 @@ _FORMATS = {
 STEPS = (
     Step("imports", "vLLM and the plugin import; its contract holds", "gpu.lane_steps:imports", [Part("all", 0.5, ENGINE)],
          gpu=False, limit=150),
+    Step("built", "vLLM makes every format's layers, and picks which kernels", "gpu.lane_steps:built",
+         [Part("all", 0.5, ENGINE)], gpu=False, limit=150),
     Step("answers", "BF16 answers are the CPU's", "gpu.lane_steps:answers", [Part("bf16", 0.7, ENGINE)], limit=120),
     Step("formats", "every format loads, in which kernel, and answers as on a CPU", "gpu.lane_steps:formats",
          [Part(name, 1.0, ENGINE, {"names": of}) for name, of in _FORMATS.items()], limit=120),
@@ -249,7 +251,7 @@ def machine_problem(data: Path) -> str | None:
     from vlmcompress.utils.gpu import forked_engine_problem
 
     if (here := gpu()) is None:
-        return "nvidia-smi names no NVIDIA GPU, and all steps but 'imports' need one"
+        return "nvidia-smi names no NVIDIA GPU, and all steps but 'imports' and 'built' need one"
     capability = 10 * here.capability[0] + here.capability[1]
     if capability != CAPABILITY:
         return (

@@ -1,9 +1,9 @@
 """The steps of the lane: what vLLM's real kernels show on a machine that has none of vLLM's packages (`lane` brings them).
 
     imports     what serving a VLM imports, the operators, the plugin and its contract       answers   BF16 as on a CPU
-    formats     every scheme and file format of the demo: its kernel, its answers            reduced   reducers in the plugin
-    compiled    CUDA graphs and torch.compile                                                drafts    speculative decoding
-    served      speed on the shapes of a model of 7 B, by `engine.serve`
+    built       every format's layers and the kernels that vLLM picks, without weights       reduced   reducers in the plugin
+    formats     every scheme and file format of the demo: its kernel, its answers            drafts    speculative decoding
+    compiled    CUDA graphs and torch.compile             served      speed on the shapes of a model of 7 B, by `engine.serve`
 
 `prepare` makes what they read where there is a package index and no GPU: questions, quantized demos, and the CPU's answers to
 compare with. Steps get them in `GPU_VLLM_DATA`. Each engine is a process of its own (`engine.start`).
@@ -11,10 +11,11 @@ compare with. Steps get them in `GPU_VLLM_DATA`. Each engine is a process of its
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -305,6 +306,102 @@ def imports(place: Place) -> dict[str, Any]:
     return _judged(rows)
 
 
+def built(place: Place) -> dict[str, Any]:
+    """Make the layers of each checkpoint on the meta device, on this GPU or a pretended one; the kernels that vLLM picks.
+
+    No weight is loaded and nothing is computed. What fails here would fail in every later step. The pretended GPU is a Hopper,
+    or of the compute capability in `GPU_VLLM_PRETENDED`.
+    """
+    import torch
+
+    if not torch.cuda.is_available() and (library := importlib.util.find_spec("vllm._C_stable_libtorch")):
+        _pretend(os.environ.get("GPU_VLLM_PRETENDED", "9.0"), Path(str(library.origin)).parent, place.work)
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from gpu.engine import fits, look, with_reducer
+    from vlmcompress.recipe import targets
+
+    on_gpus = current_platform.is_cuda()
+    capability = (current_platform.get_device_capability() if on_gpus else None) or (0, 0)
+    machine = next(
+        (name for name in targets.REGISTRY.names() if targets.get_target(name).capability == tuple(capability)), "cpu"
+    )
+    every = Path(os.environ[DATA]) / "checkpoints"
+    for demo in _some(QUESTIONS, place.tiny):
+        with_reducer(every / demo, REDUCERS[demo][0])
+    checkpoints = sorted(folder for folder in every.iterdir() if folder.is_dir())
+    rows: dict[str, dict[str, Any]] = {"platform": {"cuda": on_gpus, "target": machine}}
+    for folder in checkpoints:
+        name = folder.name
+        try:
+            options: dict[str, Any] = {"kv_cache_dtype": "fp8"} if name == "fp8-kv" else {}
+            config = EngineArgs(
+                model=str(folder), max_model_len=512, enforce_eager=True, **options
+            ).create_engine_config()
+            with set_current_vllm_config(config):
+                if len(rows) == 1:
+                    (place.work / "store").unlink(missing_ok=True)
+                    init_distributed_environment(1, 0, f"file://{place.work}/store", 0, "gloo")
+                    ensure_model_parallel_initialized(1, 1, backend="gloo")
+                with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                    model = initialize_model(config)
+        except Exception as error:
+            what = "wrong" if name not in FORMATS or _expected(machine, name)[1] else "refused"  # as the target says
+            rows[name] = {what: f"{type(error).__name__}: {error}"[:300]}
+            continue
+        layers = look(model)["layers"]
+        kernels = sorted({kernel for kinds in layers.values() for kernel in kinds})
+        rows[name] = {"model": f"{type(model).__module__}.{type(model).__name__}", "kernels": kernels}
+        if on_gpus and name in FORMATS:
+            key, expected = _expected(machine, name)
+            rows[name] |= {"format": key, "expected": expected}
+            if strange := [kernel for kernel in rows[name]["kernels"] if not fits(str(expected), kernel)]:
+                rows[name]["unlike_targets"] = strange
+    return _judged(rows)
+
+
+def _expected(target: str, name: str) -> tuple[str, str | None]:
+    """The format of a checkpoint, and the kernel that `recipe.targets` names for it on a target."""
+    from vlmcompress.quantization.schemes import REGISTRY
+    from vlmcompress.recipe import targets
+
+    method = REGISTRY.get(FORMATS[name]["scheme"])
+    key = targets.format_key(method.scheme(method.OPTIONS(**FORMATS[name].get("options", {}))))
+    return key, targets.get_target(target).kernel(key)
+
+
+def _pretend(capability: str, libraries: Path, work: Path) -> None:
+    """Make vLLM's wheel for GPUs believe in a GPU of a capability: its libraries load next to a driver that answers nothing.
+
+    torch has to be a build for CUDA. A C compiler makes the driver: every function of it that the libraries name.
+    """
+    import ctypes
+
+    import triton.backends
+    import vllm.platforms
+
+    called = {name for file in libraries.rglob("*.so") for name in re.findall(rb"cu[A-Z]\w+(?=\0)", file.read_bytes())}
+    source, driver = work / "libcuda.c", work / "libcuda.so.1"
+    no_device = 100
+    source.write_text("".join(f"int {name.decode()}() {{ return {no_device}; }}\n" for name in sorted(called)))
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", driver, source], check=True)
+    ctypes.CDLL(str(driver), ctypes.RTLD_GLOBAL)
+    # vllm/triton_utils/importing.py leaves Triton out unless one driver is active.
+    triton.backends.backends["nvidia"].driver.is_active = staticmethod(lambda: True)  # type: ignore[method-assign]
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    answers = {"get_device_capability": DeviceCapability(*map(int, capability.split("."))), "device_count": 1,
+               "get_device_name": "pretended", "get_device_total_memory": 80 * 2**30, "num_compute_units": 128}  # fmt: skip
+    methods = {name: classmethod(lambda cls, *_, answer=answer, **__: answer) for name, answer in answers.items()}
+    vllm.platforms._current_platform = type("Pretended", (NonNvmlCudaPlatform,), methods)()
+
+
 def answers(place: Place) -> dict[str, Any]:
     """Compare the demos' BF16 answers with the CPU's."""
     engines = {demo: _started(place, demo) for demo in _some(QUESTIONS, place.tiny)}
@@ -314,7 +411,6 @@ def answers(place: Place) -> dict[str, Any]:
 def formats(place: Place, names: Sequence[str]) -> dict[str, Any]:
     """Load checkpoints, and compare kernels with what `recipe.targets` names and answers with the CPU's."""
     from gpu.engine import fits
-    from vlmcompress.quantization.schemes import REGISTRY
     from vlmcompress.recipe import targets
 
     rows: dict[str, dict[str, Any]] = {}
@@ -323,9 +419,8 @@ def formats(place: Place, names: Sequence[str]) -> dict[str, Any]:
     for some in _groups(here, place):
         for name, finish in {name: _started(place, name) for name in some}.items():
             row = compared(finish(), _reference(name))
-            method = REGISTRY.get(FORMATS[name]["scheme"])
-            key = targets.format_key(method.scheme(method.OPTIONS(**FORMATS[name].get("options", {}))))
-            row |= {"format": key, "expected": machine.kernel(key), "problem": machine.format_problem(key)}
+            key, expected = _expected(target_here(), name)
+            row |= {"format": key, "expected": expected, "problem": machine.format_problem(key)}
             strange = [kernel for kernel in row.get("kernels", ()) if not fits(str(row["expected"]), kernel)]
             if strange:  # which is news, and no failure: the table is of vLLM 0.32
                 row["unlike_targets"] = strange

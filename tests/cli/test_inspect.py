@@ -69,14 +69,9 @@ def test_each_image_as_the_method_decides_on_its_features(family, text):
     assert len(rows) == 0
 
 
-def test_images_that_go_stay_or_shrink_while_generating():
-    """What is drawn of methods that leave one token of whole images, all, or drop some after the prompt's last token."""
+def test_an_image_that_goes_leaves_a_token():
     images = [noise(112, 84), noise(112, 84)]
-    left = {
-        text: [Counts.of(reduction).left for reduction in looked("qwen2-5-vl", images, text)]
-        for text in ("litevlm:0.5", "pevlm", "dyrate:factor=1e-6,layer=1")
-    }
-    assert list(left.values()) == [[12, 1], [12, 12], [2, 2]]
+    assert [Counts.of(reduction).left for reduction in looked("qwen2-5-vl", images, "litevlm:0.5")] == [12, 1]
 
 
 def test_inspect_writes_a_picture_and_a_summary(capfd, tmp_path):

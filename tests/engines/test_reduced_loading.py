@@ -99,7 +99,7 @@ def test_every_family_serves_the_baselines_and_no_method_within_the_language_mod
     architecture = SERVED_FAMILIES.constant(family, "ARCHITECTURE")
     served = {name for name in REGISTRY.names() if engine_problem(architecture, parse_reducer(name)) is None}
     assert {"random", "uniform", "dart", "divprune"} <= served
-    assert not served & {"fastv", "dart-llm", "dyrate", "pevlm"}
+    assert not served & {"fastv", "dart-llm"}
     assert engine_problem(support.PREFIX + architecture, parse_reducer("dart:0.5")) is None
 
 

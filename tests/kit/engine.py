@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import forks
 from tests.kit.places import EMULATION, ROOT
 
 SETTINGS = {
@@ -35,7 +35,7 @@ class Process:
         self.folder = Path(tempfile.mkdtemp())
         self.log = self.folder / "log"
         environment = os.environ | SETTINGS | {"PYTHONPATH": f"{EMULATION}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, "-m", "tests.kit.engine_worker"]
+        command = [forks.python(*forks.VLLM), "-m", "tests.kit.engine_worker"]
         with self.log.open("wb") as sink:
             self.child = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=sink, stderr=sink

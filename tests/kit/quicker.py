@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from functools import cache
+from typing import Any
 
 
 def import_less() -> None:
@@ -22,6 +24,9 @@ def import_less() -> None:
 def freeze(*, engines: bool = False) -> None:
     """To be called when all is imported, and before vLLM's first engine. `engines`: whether the process will start some."""
     os.fsync = lambda descriptor: None  # files of tests need not outlast a power cut
+    vars(re)["_MAXCACHE"] = 2**16  # names of tensors are looked for by more patterns than are kept
+    if "torch" in sys.modules:
+        _float_products()
     if "transformers" in sys.modules:
         from transformers import PreTrainedConfig
 
@@ -31,6 +36,37 @@ def freeze(*, engines: bool = False) -> None:
     gc.freeze()  # imported code stays: the garbage collector need not look through it
     if "vllm" in sys.modules:
         gc.freeze = gc.unfreeze = lambda: None  # or each end of an engine would undo that
+
+
+@cache
+def _float_products() -> None:
+    """Where a CPU has no instructions for products of bfloat16, which torch emulates in ten times as long, its kernels for them
+    compute in float32 and round the result, as such instructions do. Whoever calls them sees bfloat16 before and after."""
+    import torch
+
+    from vlmcompress.models.devices import emulated
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    def replace(name: str) -> None:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def product(keys: Any, first: torch.Tensor, *others: Any) -> torch.Tensor:
+            if first.dtype != torch.bfloat16:
+                return kernel.call_boxed(keys, first, *others)
+            return kernel.call_boxed(keys, *map(wide, (first, *others))).bfloat16()
+
+        library.impl(name, product, "CPU", with_keyset=True)
+
+    if emulated(torch.bfloat16):
+        library = torch.library.Library("aten", "IMPL")
+        for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_slow_conv2d_forward", "slow_conv3d_forward"):
+            replace(name)
+        _kept.append(library)
+
+
+_kept: list[Any] = []  # what would undo its changes when it is freed
 
 
 def _look_once(engines: bool) -> None:

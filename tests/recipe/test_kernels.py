@@ -10,7 +10,18 @@ import json
 import pytest
 
 from tests.kit.places import ROOT
-from tests.kit.pretended import CLASSES, FORMATS, MACHINES, SHAPE, SHAPES, WORKAROUND, Answers, asked, machine_of, word
+from tests.kit.pretended import (
+    CLASSES,
+    FORMATS,
+    MACHINES,
+    SHAPE,
+    SHAPES,
+    WORKAROUND,
+    Answers,
+    asked,
+    machine_of,
+    word,
+)
 from vlmcompress.export.formats.compressed_tensors import scheme_of
 from vlmcompress.recipe import targets
 from vlmcompress.recipe.targets import format_key
@@ -57,6 +68,23 @@ def test_formats_computed_in_16_bits_are_labelled(answers, name):
         if any(picked and picked.endswith("(16 bits)") for picked in ours(answers, name, key).values())
     }
     assert in_16_bits == set(target.weight_only)
+
+
+def test_vllms_wheel_for_gpus_builds_checkpoints_with_these_kernels():
+    """Its compiled libraries decided, next to a driver that answers nothing (`scripts/gpu_vllm`, step `built`). FlashInfer and
+    DeepGEMM, which the lane leaves out, would be taken for FP8 in blocks and NVFP4."""
+    compared = 0
+    for capability, rows in json.loads((ROOT / "eval" / "built.json").read_text()).items():
+        target = next(each for each in map(targets.get_target, NAMES) if machine_of(each) == capability)
+        assert [name for name, row in rows.items() if "refused" in row] == (["w4a8-fp8"] if capability != "9.0" else [])
+        for name, row in rows.items():
+            key = row.get("format")
+            if key is None or key in ("w8a8-fp-block", "w4a4-fp") or (key, capability) in FAIL:
+                continue
+            compared += 1
+            words = {(word({"kernel": kernel}, key) or "").removesuffix(" (16 bits)") for kernel in row["kernels"]}
+            assert words and all(each in (target.kernel(key) or "") for each in words), (capability, name)
+    assert compared == 51
 
 
 def test_other_w4a8_is_computed_in_16_bits_everywhere(answers):

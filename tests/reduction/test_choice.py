@@ -74,7 +74,7 @@ def test_written_as_read(text):
         ("random:0.5,seed=-1", "seed must be a whole number of at least 0, got -1"),
         ("tome:0.5", "there is no reducer 'tome' any more; take dymu"),
         (f"dart:0.5,pivots={'9' * 30}", "pivots must be at most 1000000"),
-        ("dyrate:factor=.inf", "factor must be a number from 1e-06 to 1e+06, got inf"),
+        ("pixelprune:threshold=.inf", "threshold must be a number from 0 to 1, got inf"),
         ("dart:half", "keep is 'half', should be a number"),
         ("dart:50%", "keep is '50%', should be a number"),
         ("dart:true", "keep is True, should be a number"),
@@ -83,7 +83,8 @@ def test_written_as_read(text):
         ("dart:0.5,pivots=2.5", "pivots is 2.5, should be a whole number"),
         ("dart:0.5,8", "'8' is not a setting; write METHOD:KEEP,OPTION=VALUE"),
         ("dart:0.5,keep=0.3", "'keep' is given twice"),
-        ("dyrate:0.5", "'dyrate' has no share to keep; its options are factor, layer"),
+        ("pixelprune:0.5", "'pixelprune' has no share to keep; its options are threshold"),
+        ("dyrate", "there is no reducer 'dyrate' any more; take fastv"),
         ("cdpruner:0.5", "there is no reducer 'cdpruner' any more; take coverage, or divprune"),
         ("visionzip:0.5,merge=mean", "'visionzip' has no option 'merge' any more, it is always sum"),
         ("divprune:0.5,merge=nearest,similar=0.8", "'divprune' has no option 'similar' any more, it is always 0.6"),
@@ -150,7 +151,7 @@ def test_methods_that_read_the_question(text, query_aware):
 
 def test_images_too_small_for_a_share():
     assert parse_reducer("dart:0.1").too_small((1, 2, 2)) and not parse_reducer("dart:0.1").too_small((1, 2, 3))
-    assert not parse_reducer("dymu:0.01").too_small((1, 1, 1)) and not parse_reducer("pevlm").too_small((1, 1, 1))
+    assert not parse_reducer("dymu:0.01").too_small((1, 1, 1))
 
 
 def resolved(*layers):

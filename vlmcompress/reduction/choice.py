@@ -47,14 +47,14 @@ RETIRED = {
     "scope": "coverage",
     "pyramiddrop": "fastv",
     "cdpruner": "coverage, or divprune",
+    "dyrate": "fastv, which drops tokens once, before the answer",
+    "pevlm": "evs for videos, which drops tokens",
 }
 # Earlier option of a method -> its value now, with which checkpoints of before name it.
 RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "coverage": {"temperature": 0.2, "similar": 0.6},
     "dart-llm": {"pivots": 4, "text_pivots": 4},
-    "dyrate": {"least": 0.1},
     "litevlm": {"lexical": 1.0},
-    "pevlm": {"sink": 1},
     "relevance": {"sharpness": 3.0},
     "visionzip": {"contextual": 10 / 64, "merge": "sum"},
     **{method: {"similar": 0.6} for method in ("dart", "divprune", "evs", "learned", "random", "uniform")},

@@ -20,7 +20,7 @@ from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file, threshold_file
 from vlmcompress.reduction.choice import ReducerChoice, make_choice
 from vlmcompress.reduction.hooks._attach import Attachment
-from vlmcompress.reduction.hooks._decoder import Blocks, Generating, Inside
+from vlmcompress.reduction.hooks._decoder import Inside
 from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
 from vlmcompress.reduction.hooks.views import Views
@@ -56,10 +56,8 @@ def _kind(reducer: Reducer) -> type[Attachment]:
     """The class of attachment that applies a method."""
     if reducer.MERGES:
         return Merging
-    if reducer.RESTRICTS:
-        return Blocks
     if reducer.STAGE == "llm":
-        return Inside if reducer.COUNT == "fixed" else Generating
+        return Inside
     if reducer.STAGE == "pixels":
         return Views
     return Early

@@ -41,10 +41,6 @@ class Unit:
         """The unit with its reduction."""
         return Reduced(**vars(self), reduction=reduction)
 
-    def whole(self) -> Reduced:
-        """The unit with all its tokens kept."""
-        return self.reduced(Reduction.identity(len(self.columns), self.columns.device))
-
 
 @dataclass(frozen=True, eq=False)
 class Reduced(Unit):
@@ -227,14 +223,6 @@ class Slots:
         index = self.columns.where(self.valid, self.length).to(x.device)  # padding goes after the last column
         out[torch.arange(len(x), device=x.device)[:, None], index] = x
         return out[:, : self.length]
-
-    def slots_of(self, subset: Slots) -> Tensor:
-        """Find the slots `[b, k]` that hold the columns of `subset [b, k]`, a subset of these; any slot for its padding."""
-        slots = torch.arange(self.width, device=self.columns.device).expand_as(self.columns)
-        place = torch.zeros(len(slots), self.length + 1, dtype=torch.long, device=slots.device)
-        # padding's column may equal another slot's
-        place.scatter_(1, self.columns.where(self.valid, self.length), slots)
-        return place.gather(1, subset.columns)
 
     def mask(self, full: Tensor) -> Tensor:
         """Reduce an attention mask `[b, length + t]` of the full sequence to the slots, `[b, m + t]`."""

@@ -257,7 +257,6 @@ class Reducer:
         MEDIA: "video" for a method that keeps images whole.
         COUNT: "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image.
         MERGES: whether it merges tokens in each of the encoder's layers, by `merge_layer`; else `reduce` does all at once.
-        RESTRICTS: whether it restricts the attention of the language model to `attention_parts`, and drops nothing.
         LEARNS: whether it has the option `thresholds`, which is learned from images.
         SERVED: whether an engine that fixes one token count for all layers before encoding can serve it; WHY_NOT: the
             reason, if it can't.
@@ -273,7 +272,6 @@ class Reducer:
     MEDIA: ClassVar[Literal["image", "video"]] = "image"
     COUNT: ClassVar[Literal["fixed", "adaptive"]] = "fixed"
     MERGES: ClassVar[bool] = False
-    RESTRICTS: ClassVar[bool] = False
     LEARNS: ClassVar[bool] = False
     SERVED: ClassVar[bool] = True
     WHY_NOT: ClassVar[str | None] = None
@@ -302,13 +300,6 @@ class Reducer:
         Args:
             signals: of the rows that are left; `signals.merged` is the reduction by earlier layers.
             count: the tokens that are left after the last layer; None: as the method decides.
-        """
-        raise NotImplementedError
-
-    def attention_parts(self, images: Sequence[tuple[int, int]], length: int) -> list[int]:
-        """Lengths of the sink, of blocks that do not see each other, and of the question, of a sequence of `length` tokens.
-
-        images: first token and number of tokens of each image, ascending; at least one.
         """
         raise NotImplementedError
 
