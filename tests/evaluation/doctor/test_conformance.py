@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_an_answer_that_is_missing_is_named() -> None:
 
 def test_other_tokens_kept_are_no_difference_where_types_have_rounding_errors() -> None:
     """Of few questions, and only with a reducer."""
-    other = {"first": {"no": -0.1, "yes": -2.5}, "text": "no"}
+    other: dict[str, Any] = {"first": {"no": -0.1, "yes": -2.5}, "text": "no"}
     for count, limits, fine in ((2, ROUNDED[True], True), (3, ROUNDED[True], False), (1, ROUNDED[False], False)):
         names = [*"abcdefgh"[:count]]
         changed = [*names, *(name + AGAIN for name in names)]
