@@ -317,7 +317,7 @@ def built(place: Place) -> dict[str, Any]:
     if not torch.cuda.is_available() and (library := importlib.util.find_spec("vllm._C_stable_libtorch")):
         _pretend(os.environ.get("GPU_VLLM_PRETENDED", "9.0"), Path(str(library.origin)).parent, place.work)
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
@@ -344,10 +344,10 @@ def built(place: Place) -> dict[str, Any]:
                 model=str(folder), max_model_len=512, enforce_eager=True, **options
             ).create_engine_config()
             with set_current_vllm_config(config):
-                if len(rows) == 1:
+                if not model_parallel_is_initialized():
                     (place.work / "store").unlink(missing_ok=True)
                     init_distributed_environment(1, 0, f"file://{place.work}/store", 0, "gloo")
-                    ensure_model_parallel_initialized(1, 1, backend="gloo")
+                    initialize_model_parallel(1, 1, backend="gloo")
                 with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
                     model = initialize_model(config)
         except Exception as error:
