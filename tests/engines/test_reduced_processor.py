@@ -39,6 +39,7 @@ def processed(tmp_path_factory) -> dict:
                 "films": films,
                 "tiles": str(tiles),
                 "views": str(reduced(DEMO_LLAVA, folder / "views", "litevlm:0.4")),
+                "pixels": {name: str(by_pixels(name, folder / name)) for name in ("paddleocr-vl", "glm4v")},
                 "room": ROOM,
             }
         ],
@@ -56,6 +57,10 @@ def filmed(name: str, folder: Path) -> Path:
         config["text_config"]["max_position_embeddings"] = ROOM
     (source / "config.json").write_text(json.dumps(config))
     return reduced(source, folder / "model", "uniform:0.5")
+
+
+def by_pixels(name: str, folder: Path) -> Path:
+    return reduced(tiny.build(name, folder / "full"), folder / "model", "pixelprune")
 
 
 def onevision(folder: Path) -> Path:
@@ -112,6 +117,12 @@ def test_counts_follow_from_pixels(processed):
         counts = [asked_of[prompt]["prompt"] for prompt in ("plain", "blank", "both")]
         assert (counts, asked_of["reserved"]) == ([81 - 1, 1 - 1, 82 - 2], 81)
         assert "has no 'keep_max'" in asked_of["more"]["error"]
+
+
+def test_memory_is_reserved_for_images_that_are_nowhere_flat(processed):
+    """vLLM has no number of its own for PaddleOCR-VL, and asks what a blank image has, which keeps one token."""
+    for name, (reserved, tokens) in processed["pixels"].items():
+        assert reserved == tokens > 4, name
 
 
 def test_a_question_that_would_harm_the_engine_is_refused(processed):

@@ -13,10 +13,12 @@ BLANK = Image.new("RGB", (144, 144), "white")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "views": folder, "room": tokens}` -> findings.
+    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "views": folder, "pixels": {name: folder},
+    "room": tokens}` -> findings.
 
     Of each of `folders` what becomes of prompts about `IMAGE`; under "films" what a prompt of `room` tokens holds of a video
-    next to the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay.
+    next to the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay;
+    under "pixels" how many tokens of an image memory is reserved for, and how many the largest has that is nowhere flat.
     """
     from vllm.plugins import load_general_plugins
 
@@ -25,6 +27,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     lengths["films"] = {name: largest(folder, job["room"]) for name, folder in job["films"].items()}
     lengths["tiles"] = tiles(job["tiles"])
     lengths["views"] = views(job["views"])
+    lengths["pixels"] = {name: reserved(folder) for name, folder in job["pixels"].items()}
     return lengths
 
 
@@ -106,6 +109,19 @@ def largest(folder: str, room: int) -> dict[str, Any]:
         get_mm_max_toks_per_item(processor, counts, None),
     )
     return {"frames": frames, "video": most["video"], "tokens": tokens(frames), "more": tokens(frames + 1)}
+
+
+def reserved(folder: str) -> list[int]:
+    """Tokens of an image that memory is reserved for, and those of a noisy image of the size with most."""
+    from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
+
+    processor = made(folder, limit_mm_per_prompt={"image": 1}, max_model_len=2048)
+    info = processor.info
+    width, height = info.get_image_size_with_most_features()
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    prompt = info.get_tokenizer().encode(info.get_hf_processor().image_token, add_special_tokens=False)
+    tokens = len(applied(processor, prompt, {"image": noise})["prompt_token_ids"]) - len(prompt) + 1
+    return [get_mm_max_toks_per_item(processor, {"image": 1}, None)["image"], tokens]
 
 
 def tiles(folder: str) -> dict[str, int]:

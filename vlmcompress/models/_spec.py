@@ -224,6 +224,7 @@ class Engines:
         kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
         text_defaults: entries of `text_config` that vLLM reads but transformers may omit -> transformers' value.
         vllm_cpu: why vLLM's CPU build cannot run the family; None if it can.
+        vllm_differs: of config.json, and whether vLLM is the CPU build: what vLLM computes otherwise than transformers.
         tool_calls: vLLM's parser for the family's tool calls, and a string in the chat template that identifies their
             format; None if vLLM has no such parser.
         mlx: how mlx-vlm's class differs, for families that it has.
@@ -234,6 +235,7 @@ class Engines:
     kv_scales: bool = True
     text_defaults: tuple[tuple[str, Any], ...] = ()
     vllm_cpu: str | None = None
+    vllm_differs: Callable[[Mapping[str, Any], bool], str | None] = lambda config, cpu: None
     tool_calls: tuple[str, str] | None = None
     mlx: MlxClass = MlxClass()
 

@@ -15,6 +15,7 @@ no matter of pixels.
 The checks, in the order in which they are run:
 
 names         vLLM's model uses every tensor of OUT and misses none; before any weight is loaded (`vllm.names`)
+known         what the engine computes otherwise than transformers, if anything: then more may differ in float32 (`KNOWN`)
 answers       all questions are answered
 prompts       each prompt has as many tokens, after reduction: templates, tokenizer, sizes of images, kept tokens
 first tokens  the log-probability of the likeliest first token is the same, in the median and in the maximum
@@ -83,6 +84,8 @@ EXACT = {"vllm": Limits(0.001, 0.01, texts=0.75), **dict.fromkeys(("llamacpp", "
 """In float32. llama.cpp rounds inputs of quantized matrices to 8 bits, and towers to 16-bit floats; mlx-vlm and OpenVINO scale
 images as Pillow does, where transformers has torchvision."""
 TITLES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "openvino": "OpenVINO", "mlx": "MLX"}
+KNOWN = Limits(0.02, 0.3, texts=0.25)
+"""In float32 in families that vLLM computes otherwise (`Engines.vllm_differs`)."""
 ROUNDED = {False: Limits(0.15, 1.5), True: Limits(0.15, 1.5, share=0.75)}
 """In 16 bits or with quantized weights, by whether tokens are reduced."""
 
@@ -131,12 +134,12 @@ def examine(
         data, seed = comparison.data, comparison.seed
         if engine != "vllm":
             reference, exact = _reference(folder, engine, comparison.source)
-            reduced = False
+            reduced, differs = False, None
             requests = make_questions(media, comparison.prompts, data, seed)
         else:
             config = models.read_config(folder)
             reduced = reducer_block.read_reducer(config) is not None
-            models.spec_for(config)  # errors in the checkpoint are raised before a model is loaded
+            spec = models.spec_for(config)  # errors in the checkpoint are raised before a model is loaded
             interpreter()
             requests = make_questions(media, comparison.prompts, data, seed)
             requests += vllm_questions(media, requests[0], "mrope_section" in json.dumps(config), seed)
@@ -152,6 +155,10 @@ def examine(
             # vLLM's CPU kernel of Gated DeltaNets computes in bfloat16 only (0.32, 0.33: `ops/cpu/gdn_attention.py`).
             rounds = "linear_attention" in json.dumps(config) and installed().cpu
             exact = not config.get("quantization_config") and not rounds
+            differs = spec.engine.vllm_differs(config, installed().cpu)
+            if differs:
+                line = f"{differs}: answers differ from transformers' already with unquantized weights"
+                findings.append(Check("known", True, f"{line} (docs/troubleshooting.md, Engine or weights?)"))
         large = sized_questions(media, comparison.sizes, data, seed, None if engine == "vllm" else reference)
         all_questions = requests + large
         alone = EngineSettings(
@@ -175,7 +182,7 @@ def examine(
         answers = answers_of(engine, folder, all_questions, alone)
         if engine == "openvino":
             expected = without_special_tokens(expected, reference)
-        limits = EXACT[engine] if exact else ROUNDED[reduced]
+        limits = (KNOWN if differs else EXACT[engine]) if exact else ROUNDED[reduced]
         sized = {request.id for request in large}
         findings += judge({name: answer for name, answer in expected.items() if name not in sized}, answers, limits)
         off = offsets(all_questions, expected, answers, media)

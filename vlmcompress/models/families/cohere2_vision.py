@@ -6,6 +6,7 @@ is folded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -55,6 +56,11 @@ def sizes(processor: Any) -> Any:
     return internvl.tile_settings(processor.image_processor, processor.patch_size**2)
 
 
+def vllm_differs(config: Mapping[str, Any], cpu: bool) -> str | None:
+    """vLLM adds one to the window (0.32: `model_executor/models/commandr.py`)."""
+    return "windows of attention reach one token further in vLLM (it shows in prompts longer than they are)"
+
+
 SPEC = ModelSpec(
     family="cohere2-vision",
     model_types=("cohere2_vision",),
@@ -67,5 +73,5 @@ SPEC = ModelSpec(
     mixed_blocks="attention in windows",
     names=EngineNames(prefixes=(("model.vision_tower", "vision_tower.vision_model"), *ENGINE), mapper=ENGINE, hub=HUB),
     images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("downsample_factor"), grid="tiles"),
-    engine=Engines(head_shares=True),
+    engine=Engines(head_shares=True, vllm_differs=vllm_differs),
 )

@@ -7,6 +7,7 @@ Its norms compute `x * (1 + weight)`, and each block has four of them: the MLP r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,11 @@ def token_side(config: Any) -> int:
     return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
 
 
+def vllm_differs(config: Mapping[str, Any], cpu: bool) -> str | None:
+    """vLLM's attention backend for CPUs has no image prefixes (0.32: `v1/attention/backends/cpu_attn.py`)."""
+    return "attention within an image is causal in vLLM's CPU build" if cpu else None
+
+
 SPEC = ModelSpec(
     family="gemma3",
     model_types=("gemma3",),
@@ -68,5 +74,5 @@ SPEC = ModelSpec(
     names=LLAVA_NAMES,
     tower=Tower(joint=("self_attn", "layer_norm2"), merging=(("siglip_vision_model", "full"),)),
     images=Images(placeholders=placeholders, processor=image_processor, token_side=token_side, grid="tiles"),
-    engine=Engines(mlx=MlxClass(full_attention="sliding_window_pattern")),
+    engine=Engines(vllm_differs=vllm_differs, mlx=MlxClass(full_attention="sliding_window_pattern")),
 )

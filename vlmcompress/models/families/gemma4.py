@@ -11,6 +11,7 @@ audio tower, if there is one, is not quantized.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,7 @@ from vlmcompress.models._spec import (
     Prefixes,
     Tower,
 )
+from vlmcompress.models.families import gemma3
 
 ENGINE: Prefixes = (
     ("model.language_model", "language_model.model"),
@@ -65,6 +67,12 @@ def sizes(processor: Any) -> list[ImageSetting]:
     ]
 
 
+def vllm_differs(config: Mapping[str, Any], cpu: bool) -> str | None:
+    """As in Gemma 3, in models whose attention goes both ways within an image."""
+    both_ways = config["text_config"].get("use_bidirectional_attention") == "vision"
+    return gemma3.vllm_differs(config, cpu) if both_ways else None
+
+
 SPEC = ModelSpec(
     family="gemma4",
     model_types=("gemma4",),
@@ -93,5 +101,5 @@ SPEC = ModelSpec(
     names=EngineNames(prefixes=ENGINE, mapper=(*ENGINE, ("model", "language_model.model"))),
     tower=Tower(whole=True),
     images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("vision_config.pooling_kernel_size")),
-    engine=Engines(tool_calls=("gemma4", "<|tool_call>"), mlx=MlxClass(head="tied")),
+    engine=Engines(vllm_differs=vllm_differs, tool_calls=("gemma4", "<|tool_call>"), mlx=MlxClass(head="tied")),
 )

@@ -81,6 +81,19 @@ class ImagesInfo(QwenInfo):
         """Return that any number of images is accepted, and no video."""
         return {"image": None}
 
+    # vllm/multimodal/encoder_budget.py::get_mm_max_toks_per_item encodes a blank image to reserve memory if this returns None,
+    # as vllm/model_executor/models/paddleocr_vl.py::PaddleOCRVLProcessingInfo does.
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
+        """Return vLLM's numbers, or all of the largest image if they depend on pixels: blank images may keep few."""
+        info: Any = super()
+        most = info.get_mm_max_tokens_per_item(seq_len, mm_counts)
+        if most is not None or not self.reducer.pixels:
+            return most  # type: ignore[no-any-return]
+        info = self
+        size, vision = info.get_image_size_with_most_features(), info.get_hf_config().vision_config
+        side = vision.patch_size * vision.spatial_merge_size
+        return {"image": self.reducer.count((1, size.height // side, size.width // side))}
+
 
 class QwenProcessor(AskingProcessor, ReducedProcessor):
     """Mixin of a processor: a placeholder for each kept token."""
