@@ -10,18 +10,7 @@ import json
 import pytest
 
 from tests.kit.places import ROOT
-from tests.kit.pretended import (
-    CLASSES,
-    FORMATS,
-    MACHINES,
-    SHAPE,
-    SHAPES,
-    WORKAROUND,
-    Answers,
-    asked,
-    machine_of,
-    word,
-)
+from tests.kit.pretended import CLASSES, FORMATS, MACHINES, SHAPE, SHAPES, WORKAROUND, Answers, asked, machine_of, word
 from vlmcompress.export.formats.compressed_tensors import scheme_of
 from vlmcompress.recipe import targets
 from vlmcompress.recipe.targets import format_key

@@ -85,11 +85,10 @@ class ImagesInfo(QwenInfo):
     # as vllm/model_executor/models/paddleocr_vl.py::PaddleOCRVLProcessingInfo does.
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int] | None:
         """Return vLLM's numbers, or all of the largest image if they depend on pixels: blank images may keep few."""
-        info: Any = super()
-        most = info.get_mm_max_tokens_per_item(seq_len, mm_counts)
+        most: Mapping[str, int] | None = super().get_mm_max_tokens_per_item(seq_len, mm_counts)  # type: ignore[misc]
         if most is not None or not self.reducer.pixels:
-            return most  # type: ignore[no-any-return]
-        info = self
+            return most
+        info: Any = self
         size, vision = info.get_image_size_with_most_features(), info.get_hf_config().vision_config
         side = vision.patch_size * vision.spatial_merge_size
         return {"image": self.reducer.count((1, size.height // side, size.width // side))}
