@@ -28,9 +28,10 @@ def freeze(*, engines: bool = False) -> None:
     if "torch" in sys.modules:
         _float_products()
     if "transformers" in sys.modules:
-        from transformers import PreTrainedConfig
+        from transformers import BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin
 
-        PreTrainedConfig.__repr__ = object.__repr__  # each config that is read is put into a message for nobody
+        for kind in (BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin):
+            kind.__repr__ = object.__repr__  # each that is read is put into a message for nobody
     if "vllm" in sys.modules:
         _look_once(engines)
     gc.freeze()  # imported code stays: the garbage collector need not look through it
