@@ -27,6 +27,7 @@ def freeze(*, engines: bool = False) -> None:
     vars(re)["_MAXCACHE"] = 2**16  # names of tensors are looked for by more patterns than are kept
     if "torch" in sys.modules:
         _float_products()
+        _no_values_on_meta()
     if "transformers" in sys.modules:
         from transformers import BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin
 
@@ -65,6 +66,16 @@ def _float_products() -> None:
         for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_slow_conv2d_forward", "slow_conv3d_forward"):
             replace(name)
         _kept.append(library)
+
+
+@cache
+def _no_values_on_meta() -> None:
+    """Torch computes in Python what a layer on the meta device would be initialized with."""
+    from torch.nn import init
+
+    for name, fill in list(vars(init).items()):
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(init, name, lambda tensor, *a, fill=fill, **k: tensor if tensor.is_meta else fill(tensor, *a, **k))
 
 
 _kept: list[Any] = []  # what would undo its changes when it is freed
