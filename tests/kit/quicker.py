@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 import sys
-from functools import cache
+import types
+from functools import cache, partial
 from typing import Any
 
 
@@ -83,9 +85,12 @@ _kept: list[Any] = []  # what would undo its changes when it is freed
 
 def _look_once(engines: bool) -> None:
     """What vLLM does at each start of an engine, once: on a CPU, look for kernels in all modules. And what it does in a process
-    of its own, which has to import vLLM, here: look at each model class that it has not seen on this machine."""
+    of its own, which has to import vLLM, here: look at each model class that it has not seen on this machine. And of the
+    gigabyte for keys and values, let the system zero what is used."""
+    import torch
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+    from vllm.v1.worker import utils
 
     registry._run_in_subprocess = lambda look: look()
     if current_platform.is_cpu():
@@ -93,3 +98,14 @@ def _look_once(engines: bool) -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: look())
         if engines:  # in a process that is forked, before that
             look()
+        utils.torch = types.ModuleType("torch")
+        vars(utils.torch).update(__getattr__=partial(getattr, torch), zeros=_zeros)
+
+
+def _zeros(*size: Any, **options: Any) -> Any:
+    """`torch.zeros`, whose bytes take no time and memory before they are used."""
+    import torch
+
+    if options.get("dtype") != torch.int8:
+        return torch.zeros(*size, **options)
+    return torch.frombuffer(mmap.mmap(-1, *size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.int8)
