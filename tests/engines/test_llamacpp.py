@@ -49,6 +49,7 @@ SIZES = {  # of images that no processor has to make smaller: llama.cpp pads whe
     "qwen3-vl": [(256, 256), (128, 96)],
     "qwen3-vl-moe": [(256, 256), (128, 96)],
 }
+ALLOWED = {"gemma4": 0.002, "gemma4-moe": 0.002}  # of log-probabilities, where clipped numbers hide much; others: 0.02
 OWN_KIND = (
     "gemma3",
     "gemma4",
@@ -85,7 +86,7 @@ def compare(family: str, folder: Path, count: int) -> tuple[int, int]:
         assert reply["prompt_tokens"] == answer["prompt_tokens"]
         if reply["first"]:  # llama.cpp reports none of a token that is a part of a character
             pairs = zip(reply["first"], answer["first"], strict=True)  # most likely first; texts of bytes are alike
-            assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < 0.02
+            assert max(abs(mine[1] - theirs[1]) for mine, theirs in pairs) < ALLOWED.get(family, 0.02)
             reported += 1
         equal += reply["text"] == answer["text"]
     assert reported
