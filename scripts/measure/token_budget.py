@@ -29,6 +29,7 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import torch
+from paired import about, numbered
 from weights_table import ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     }
 
 
-def divergences(args: Namespace) -> list[dict[str, Any]]:
+def divergences(args: Namespace) -> dict[str, Any]:
     """Nats by which the model diverges with its first blocks quantized, on each text and each answer about an image.
 
     For each number of tokens as many calibrations as `--seeds`: each has its own samples and its own draw of their tokens.
@@ -137,10 +138,10 @@ def divergences(args: Namespace) -> list[dict[str, Any]]:
         keys["calibrate"] |= {"tokens": tokens}
         quantize(resolve(keys | {"skip": [rf"layers\.(?![0-{FIRST - 1}]\.)"]}).recipe, overwrite=True, restart=True)
         measures = bench.measure(teacher_forcing.load_quantized(work / "checkpoint", bench.plain))
-        row = {name: measures[key].tolist() for name, key in DIVERGENCES.items()}
+        row = {name: [float(f"{x:.5g}") for x in measures[key].tolist()] for name, key in DIVERGENCES.items()}
         results.append({"seed": seed, "tokens": tokens} | row)
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    return results
+    return {"images": numbered([about(sample) for sample in bench.questions]).tolist(), "rows": results}
 
 
 def render(measured: dict[str, Any]) -> str:
@@ -163,18 +164,18 @@ def render(measured: dict[str, Any]) -> str:
         expected = tokens / (tokens - inputs) / (every / (every - inputs))
         lines.append(f"| {tokens / inputs:.1f} | {tokens:,}, {inputs:,} | {' | '.join(cells)} | {expected:.2f} |")
     kl = {
-        (name, tokens): torch.tensor([row[name] for row in measured["kl"] if row["tokens"] == tokens])
+        (name, tokens): torch.tensor([row[name] for row in measured["kl"]["rows"] if row["tokens"] == tokens])
         for name, tokens in itertools.product(DIVERGENCES, KL_TOKENS)
     }
-    texts = kl["texts", 0].shape[1]
-    answers = kl["answers", 0].shape[1]
+    texts, answers = (kl[name, 0].shape[1] for name in DIVERGENCES)
+    clusters = {"texts": torch.arange(texts), "answers": torch.tensor(measured["kl"]["images"])}
     lines += [
         "",
-        f"| tokens for each input | KL of {texts} texts | KL of {answers} answers about images |",
+        f"| tokens | KL of {texts} texts | KL of {answers} answers about images |",
         "|---:|---:|---:|",
     ]
     for tokens in KL_TOKENS[1:]:
-        ratios = [ratio(kl[name, tokens], kl[name, 0], torch.arange(kl[name, 0].shape[1])) for name in DIVERGENCES]
+        ratios = [ratio(kl[name, tokens], kl[name, 0], clusters[name]) for name in DIVERGENCES]
         cells = [f"{x['ratio']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for x in ratios]
         lines.append(f"| {tokens:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -189,7 +190,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--questions", type=int, default=120, help="about images, where divergences are measured")
+    parser.add_argument(
+        "--questions", type=int, default=120, help="of a kind about images, where divergences are measured"
+    )
     parser.add_argument("--kl", action="store_true", help="measure divergences on texts and answers instead")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     args = parser.parse_args()
