@@ -243,6 +243,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("earlier", "searches"),
         ("earlier", "smaller"),
         ("earlier", "weighting"),
+        ("earlier", "token_weights"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section):

@@ -27,7 +27,7 @@ LARGE = (
         "mlx",
         "mlx_vlm",
     ),
-    *("pyarrow", "peft", "accelerate", "IPython", "_pytest"),
+    *("pyarrow", "peft", "accelerate", "IPython", "_pytest", "mlflow"),
     *("torch._inductor", "torch._dynamo", "torch._export", "torch._functorch", "torch._refs", "torch.fx.experimental"),
     *("torch.onnx", "torch.testing"),
 )

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,30 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.kit import mtp_oracle
 from tests.kit.float_models import SETTINGS, answers, floats, job, questions
 from tests.kit.processes import session_ends
 from tests.kit.published import VARIANTS, as_llama_cpp_computes, for_llamacpp
 from tests.kit.tiny import build
 from vlmcompress import engines
 from vlmcompress.cli import main
-from vlmcompress.engines import hf, llamacpp
+from vlmcompress.engines import hf, llamacpp, llamacpp_server
 from vlmcompress.engines.vllm.serve import free_port, wait
 from vlmcompress.export.gguf import REGISTRY
 from vlmcompress.utils.errors import UserError
 
 SIZES = {  # of images that no processor has to make smaller: llama.cpp pads where transformers stretches
     "gemma3": [(56, 56)],
+    "gemma4": [(120, 84), (60, 168)],
+    "gemma4-moe": [(120, 84), (60, 168)],
+    "glm-ocr": [(112, 84), (56, 56)],
+    "glm4v": [(112, 84), (56, 56)],
     "idefics3": [(112, 112), (112, 56), (100, 80), (40, 40)],
     "internvl": [(56, 56)],
     "lfm2-vl": [(64, 64), (128, 64)],
     "llava": [(56, 56)],
     "mistral3": [(112, 112), (56, 112)],
+    "paddleocr-vl": [(112, 84), (56, 56)],
     "qwen2-vl": [(112, 84), (56, 56)],
     "qwen2-5-vl": [(112, 84), (168, 140)],
     "qwen3-5": [(256, 256), (128, 96)],
@@ -44,10 +51,14 @@ SIZES = {  # of images that no processor has to make smaller: llama.cpp pads whe
 }
 OWN_KIND = (
     "gemma3",
+    "gemma4",
+    "gemma4-moe",
+    "glm-ocr",
     "idefics3",
     "lfm2-vl",
     "llava",
     "mistral3",
+    "paddleocr-vl",
     "qwen3-5-moe",
 )  # the others differ from these in data alone
 FAMILIES = [pytest.param(name, marks=() if name in OWN_KIND else pytest.mark.slow) for name in sorted(SIZES)]
@@ -128,11 +139,74 @@ def test_quantized_tensors_are_the_codes_times_their_scales(family, scheme, tmp_
     assert main([*command, str(tmp_path / "floats")]) == 0
     packed, plain = (tensors(tmp_path / name / "model.gguf") for name in ("out", "floats"))
     scales = {name: packed.pop(name) for name in list(packed) if name.endswith(".scale")}
+    rest = {name: plain.pop(name) for name in list(plain) if name.endswith(".scale")}  # of the model
+    scales = {
+        name: value / rest.get(name, 1) for name, value in scales.items() if not np.array_equal(value, rest.get(name))
+    }
     assert packed.keys() == plain.keys() and bool(scales) == (scheme == "nvfp4")
     for name, value in packed.items():
         factor = scales.get(name.removesuffix("weight") + "scale", np.ones(1, np.float32))
         factor = factor.reshape(-1, *[1] * (value.ndim - 1)) if len(factor) > 1 else factor
         np.testing.assert_allclose(value * factor, plain[name], rtol=2**-8, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3-5", pytest.param("qwen3-5-moe", marks=pytest.mark.slow)])
+def test_drafts_of_an_mtp_head_are_those_of_its_weights(family, tmp_path):
+    """llama.cpp drafts with the head that stands in the file: answers stay, and as many drafts are accepted as the head
+    computed with transformers has right. At a prompt's first token llama.cpp's head sees the request before, so that not all
+    prompts agree; with a tensor of another place two do."""
+    source = for_llamacpp(family, mtp_oracle.few_answers(family, tmp_path / "source", **VARIANTS[family]))
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    plain, drafting = (completed(tmp_path / "out", mtp_oracle.PROMPTS, 40, draft) for draft in (0, 1))
+    oracle, accepted, equal = mtp_oracle.Oracle(source), 0, 0
+    for prompt, expected, reply in zip(mtp_oracle.PROMPTS, plain, drafting, strict=True):
+        assert reply["tokens"] == expected["tokens"] and "draft_n" not in expected["timings"]
+        counts = tuple(reply["timings"][name] for name in ("draft_n", "draft_n_accepted"))
+        equal += counts == oracle.counts(prompt, expected["tokens"], prefilled=True)
+        accepted += counts[1]
+    assert equal >= 4 and accepted >= 20
+
+
+def completed(folder: Path, prompts: Sequence[str], count: int, drafted: int) -> list[dict[str, Any]]:
+    """llama.cpp's answers of `count` tokens each, with as many drafted at once by the file's own head."""
+    import xllamacpp
+
+    os.environ["LLAMA_MEDIA_MARKER"] = llamacpp.MARKER  # read once in a process
+    params = llamacpp_server.parameters(folder, context=512, slots=1, limits=None)
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    caches = [params]
+    if drafted:
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.draft.n_max = drafted
+        caches.append(params.speculative.draft)
+    for cache in caches:
+        cache.cache_type_k = cache.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server, replies = xllamacpp.Server(params), []
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for prompt in prompts:
+        body = {"prompt": prompt, "n_predict": count, "temperature": 0, "return_tokens": True, "ignore_eos": True}
+        call = urllib.request.Request(
+            f"{server.listening_address}/completion",
+            json.dumps(body | {"cache_prompt": False}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with opener.open(call) as response:
+            replies.append(json.load(response))
+    return replies
+
+
+def test_a_lost_mtp_head_is_not_announced(tmp_path):
+    """config.json has one and the tensors lack it, as tools that load and save with transformers leave it: llama.cpp would not
+    load a file that announces the head."""
+    source = for_llamacpp("qwen3-5", floats("qwen3-5", tmp_path / "source", **VARIANTS["qwen3-5"]))
+    mtp_oracle.without_head(source)
+    assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen35.block_count"].contents() == 2 and "qwen35.nextn_predict_layers" not in fields
+    requests = questions(tmp_path, SIZES["qwen3-5"], 2)
+    expected = answers(hf, source, tmp_path, requests)
+    for name, reply in answers(llamacpp, tmp_path / "out", tmp_path, requests).items():
+        assert reply["text"] == expected[name]["text"]
 
 
 def tensors(file: Path) -> dict[str, np.ndarray]:

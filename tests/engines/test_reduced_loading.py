@@ -21,7 +21,6 @@ from tests.kit.places import DEMO_LLAVA, ROOT
 from tests.kit.reduced_cases import reduced
 from tests.kit.vllm_source import edited
 from vlmcompress.engines.vllm import plugin
-from vlmcompress.engines.vllm.plugin._positions import OriginalPositions
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
 from vlmcompress.models import all_specs, load
 from vlmcompress.reduction import block as reducer_block
@@ -225,6 +224,8 @@ MERGING = {
     ],
 )
 def test_settings_that_do_not_go_with_a_reducer_are_refused(options, text, tmp_path):
+    from vlmcompress.engines.vllm.plugin._positions import OriginalPositions  # imports vLLM
+
     with pytest.raises(ValueError, match=f"^a checkpoint that carries a reducer .* does not go with .*{text}$"):
         OriginalPositions(vllm_config=started(tmp_path, **options))
 

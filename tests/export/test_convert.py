@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> dict[str, Path]:
-    """Family -> a tiny model."""
-    return {family: build(family, tmp_path_factory.mktemp(family)) for family in models.REGISTRY.names()}
+def source(tmp_path_factory):
+    """A function: family -> a tiny model."""
+    return cache(lambda family: build(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")
-def ours(sources, tmp_path_factory):
+def ours(source, tmp_path_factory):
     """A function: family, scheme -> our checkpoint in compressed-tensors."""
     result: dict[tuple, Path] = {}
 
@@ -51,7 +52,7 @@ def ours(sources, tmp_path_factory):
         key = (family, scheme, *sorted(keys))
         if key not in result:
             result[key] = tmp_path_factory.mktemp(family) / "ct"
-            rtn.write(sources[family], result[key], rtn.SCHEMES[scheme], **keys)
+            rtn.write(source(family), result[key], rtn.SCHEMES[scheme], **keys)
         return result[key]
 
     return get
@@ -105,10 +106,10 @@ def test_nvfp4_in_modelopts_files(family, scheme, ours, tmp_path):
             assert torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
-def test_fp8_in_blocks_becomes_compressed_tensors_and_16_bits(sources, tmp_path):
+def test_fp8_in_blocks_becomes_compressed_tensors_and_16_bits(source, tmp_path):
     """As DeepSeek's and Qwen's files are. Oracles: a loop over blocks; compressed-tensors' own decompressor."""
     folder = tmp_path / "fp8"
-    shutil.copytree(sources["qwen2-5-vl"], folder)
+    shutil.copytree(source("qwen2-5-vl"), folder)
     expected = {}
 
     def blocks(weights, config):
@@ -308,9 +309,9 @@ def test_damaged_files_are_refused(change, message, ours, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gptq"]
 
 
-def test_pickles_truncated_files_and_plain_models_are_refused(sources, ours, tmp_path):
+def test_pickles_truncated_files_and_plain_models_are_refused(source, ours, tmp_path):
     with pytest.raises(UserError, match="is not quantized"):
-        convert(sources["llava"], tmp_path / "out", "awq")
+        convert(source("llava"), tmp_path / "out", "awq")
     broken = tmp_path / "broken"
     shutil.copytree(ours("llava", "w4-symmetric"), broken)
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")

@@ -16,7 +16,7 @@ from vlmcompress import cli, models
 from vlmcompress.export import tokenizers
 from vlmcompress.export.formats import gguf
 from vlmcompress.export.gguf import tokens
-from vlmcompress.export.gguf.tokenizer import PATTERNS, metadata
+from vlmcompress.export.gguf.tokenizer import PATTERNS, USER_DEFINED, metadata
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
 
@@ -84,6 +84,41 @@ def _byte_token(byte: int) -> str:
     return chr(byte) if byte in printing else chr(256 + [b for b in range(256) if b not in printing].index(byte))
 
 
+def pieces(folder: Path, visible: str) -> None:
+    """A tokenizer of Gemma 4's kind: pieces of text with spaces as `▁`, bytes of what no piece holds, and merges that a score
+    for each token does not give: `bc` is merged first, and `abc` is made of `ab` and `c` alone."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    free = iter(sorted(set(range(384)) - {*vocabulary.values(), *added.values()}))
+    words = ["▁", "a", "b", "c", "x", "\n", "bc", "ab", "abc", "▁x", "\n\n", "xa"]
+    vocabulary |= {word: next(free) for word in words}
+    content["model"] |= {"vocab": vocabulary | added, "byte_fallback": True, "fuse_unk": True}
+    content["model"]["merges"] = [["x", "a"], ["b", "c"], ["a", "b"], ["▁", "x"], ["ab", "c"], ["\n", "\n"]]
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    content["pre_tokenizer"] = None
+    content["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    }
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": next(free), "content": visible})
+    first = content["added_tokens"][0]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": first["content"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            first["content"]: {"id": first["content"], "ids": [first["id"]], "tokens": [first["content"]]}
+        },
+    }
+    path.write_text(json.dumps(content))
+
+
 def run(capsys, *arguments) -> tuple[int, str, str]:
     code = cli.main([*map(str, arguments)])
     return code, *capsys.readouterr()
@@ -113,6 +148,31 @@ def test_bytes_that_name_a_fallback_are_read_alike(tmp_path):
     config = models.build_meta_model(folder).config.to_dict()
     compared = tokenizers.compare_tokenizers(FORMATS.get("gguf"), folder, config)
     assert compared.texts > 100 and (compared.problem, compared.warning) == (None, None)
+
+
+def test_merges_are_those_of_gemma_4(tmp_path):
+    """By scores, as SentencePiece merges, llama.cpp would make other tokens; the tokens of a tool call are shown."""
+    pieces(folder := build("gemma4", tmp_path / "model"), "<|tool_call>")
+    config = models.build_meta_model(folder).config.to_dict()
+    compared = tokenizers.compare_tokenizers(FORMATS.get("gguf"), folder, config)
+    assert compared.texts > 100 and (compared.problem, compared.warning) == (None, None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ["abc", " xabc", "a\n\n\nbc", "xab c", "zä"]
+    expected = [tokenizer(text)["input_ids"] for text in texts]
+    assert FORMATS.get("gguf").token_ids(folder, config, texts) == expected
+    keys = metadata(folder, 384, config)
+    assert tokens.gguf_token_ids(keys, texts, gguf._add) != expected
+    keys = gguf._tokenizer(folder, "gemma4", config)
+    place = keys["tokenizer.ggml.tokens"].index("<|tool_call>")
+    assert keys["tokenizer.ggml.token_type"][place] == USER_DEFINED
+
+
+def test_all_ends_of_an_answer_are_written(tmp_path):
+    folder = build("qwen2-vl", tmp_path)
+    config = models.build_meta_model(folder).config.to_dict()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 257, 256, 259]}))
+    keys = metadata(folder, 384, config)
+    assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [258, 257, 256]
 
 
 @pytest.mark.parametrize("verb", ["quantize", "check", "export"])

@@ -28,7 +28,9 @@ def floats(family: str, folder: Path, **text: Any) -> Path:
     generator = torch.Generator().manual_seed(1)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
-        if tensor.numel() > 1 and tensor.std() == 0:
+        if tensor.shape == (1,):
+            tensors[name] = tensor * (0.5 + torch.rand(1, generator=generator))
+        elif tensor.numel() > 1 and tensor.std() == 0:
             tensors[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
         elif tensor.ndim > 1:
             tensors[name] = tensor * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,15 +18,16 @@ WAYS = {
 }
 
 
+STATEMENT = re.compile(r"^[ \t]*(?:from ([\w.]+) import (\([^)]*\)|[^\n]*)|import ([^\n]*))", re.MULTILINE)
+
+
 @cache
 def imported(file: Path) -> list[str]:
-    """What a file imports, also within functions: `a.b` and `a.b.c` for `from a.b import c`."""
+    """What a file imports, also within functions and in text: `a.b` and `a.b.c` for `from a.b import c`."""
     names = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    for module, parts, modules in STATEMENT.findall(file.read_text()):
+        listed = [name.split()[0] for name in re.sub(r"[()]|#.*", "", parts or modules).split(",") if name.strip()]
+        names += [module, *(f"{module}.{name}" for name in listed)] if module else listed
     return names
 
 

@@ -10,7 +10,16 @@ from tests.kit.float_models import edit
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
-VARIANTS: dict[str, dict] = {"qwen3-5": HEADS, "qwen3-5-moe": HEADS, "qwen3-vl-moe": {"mlp_only_layers": ()}}
+LARGE = {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+LARGE |= {"final_logit_softcapping": 30.0}
+VARIANTS: dict[str, dict] = {
+    # by the width llama.cpp knows that an image's tokens see those before them alone; large weights would be too sure of one
+    "gemma4": {"hidden_size": 1536, "initializer_range": 0.002},
+    "gemma4-moe": LARGE,  # as 26B-A4B
+    "qwen3-5": HEADS,
+    "qwen3-5-moe": HEADS,
+    "qwen3-vl-moe": {"mlp_only_layers": ()},
+}
 """Values of `tests.kit.tiny.build` for llama.cpp."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # as Ministral 3 has it

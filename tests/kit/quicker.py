@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 import sys
-from functools import cache
+import types
+from functools import cache, partial
 from typing import Any
 
 
@@ -27,10 +29,12 @@ def freeze(*, engines: bool = False) -> None:
     vars(re)["_MAXCACHE"] = 2**16  # names of tensors are looked for by more patterns than are kept
     if "torch" in sys.modules:
         _float_products()
+        _no_values_on_meta()
     if "transformers" in sys.modules:
-        from transformers import PreTrainedConfig
+        from transformers import BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin
 
-        PreTrainedConfig.__repr__ = object.__repr__  # each config that is read is put into a message for nobody
+        for kind in (BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin):
+            kind.__repr__ = object.__repr__  # each that is read is put into a message for nobody
     if "vllm" in sys.modules:
         _look_once(engines)
     gc.freeze()  # imported code stays: the garbage collector need not look through it
@@ -66,14 +70,27 @@ def _float_products() -> None:
         _kept.append(library)
 
 
+@cache
+def _no_values_on_meta() -> None:
+    """Torch computes in Python what a layer on the meta device would be initialized with."""
+    from torch.nn import init
+
+    for name, fill in list(vars(init).items()):
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(init, name, lambda tensor, *a, fill=fill, **k: tensor if tensor.is_meta else fill(tensor, *a, **k))
+
+
 _kept: list[Any] = []  # what would undo its changes when it is freed
 
 
 def _look_once(engines: bool) -> None:
     """What vLLM does at each start of an engine, once: on a CPU, look for kernels in all modules. And what it does in a process
-    of its own, which has to import vLLM, here: look at each model class that it has not seen on this machine."""
+    of its own, which has to import vLLM, here: look at each model class that it has not seen on this machine. And of the
+    gigabyte for keys and values, let the system zero what is used."""
+    import torch
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+    from vllm.v1.worker import utils
 
     registry._run_in_subprocess = lambda look: look()
     if current_platform.is_cpu():
@@ -81,3 +98,14 @@ def _look_once(engines: bool) -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: look())
         if engines:  # in a process that is forked, before that
             look()
+        utils.torch = types.ModuleType("torch")
+        vars(utils.torch).update(__getattr__=partial(getattr, torch), zeros=_zeros)
+
+
+def _zeros(*size: Any, **options: Any) -> Any:
+    """`torch.zeros`, whose bytes take no time and memory before they are used."""
+    import torch
+
+    if options.get("dtype") != torch.int8:
+        return torch.zeros(*size, **options)
+    return torch.frombuffer(mmap.mmap(-1, *size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.int8)

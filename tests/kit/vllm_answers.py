@@ -28,7 +28,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=2,
         max_num_batched_tokens=1024,
         limit_mm_per_prompt={"image": 2},
-        kv_cache_memory_bytes=2**26,  # which are filled with zeros
     )
     sampling = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=True)
     answers = []

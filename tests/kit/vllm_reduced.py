@@ -21,7 +21,6 @@ DEFAULTS = {
     "max_num_batched_tokens": 1024,
     "limit_mm_per_prompt": {"image": 2, "video": 1},
     "disable_log_stats": True,
-    "kv_cache_memory_bytes": 2**26,  # more takes longer to be filled with zeros than a tiny model takes to answer
 }
 
 

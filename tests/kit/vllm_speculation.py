@@ -50,7 +50,6 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         limit_mm_per_prompt={"image": 1},
         speculative_config=job["speculative"],
         disable_log_stats=False,
-        kv_cache_memory_bytes=2**26,  # which are filled with zeros
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     drafter = getattr(runner, "drafter", None)

@@ -60,7 +60,7 @@ class Engine(Rendered):
             folder,
             context=self.longest,
             slots=self.slots,
-            limits=token_limits(self.processor.image_processor),
+            limits=token_limits(folder, self.processor),
         )
         if settings["dtype"] == "float32":
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

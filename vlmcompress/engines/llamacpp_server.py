@@ -144,7 +144,7 @@ def main() -> None:
     from vlmcompress.export.readers import served_name
 
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    limits = token_limits(processor.image_processor)
+    limits = token_limits(Path(folder), processor)
     params = parameters(Path(folder), context=int(context), slots=int(slots), limits=limits)
     params.hostnames, params.port, params.model_alias = [host], int(port), {served_name(folder)}
     params.endpoint_metrics = True

@@ -11,6 +11,8 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.export import launch, readers
+from vlmcompress.export.gguf import REGISTRY as GGUF_FAMILIES
+from vlmcompress.export.gguf import ModelFacts
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.recipe import targets
 from vlmcompress.reduction import block as reducer_block
@@ -78,17 +80,15 @@ def _generation(folder: Path) -> dict[str, Any]:
     return {"generation": numbers, "stops": tuple(stops)}
 
 
-def token_limits(processor: Any) -> tuple[int, int] | None:
-    """Least and most visual tokens of an image for image processors that preserve the aspect ratio, which llama.cpp reads
-    from its flags alone; None for others."""
-    least, most = (getattr(processor, f"{name}_image_tokens", None) for name in ("min", "max"))  # of LFM2-VL
-    if least and most:
-        return least, most
-    size, merge = processor.size, getattr(processor, "merge_size", None)
-    if merge is None or not size.get("shortest_edge") or not size.get("longest_edge"):
-        return None
-    area = (processor.patch_size * merge) ** 2
-    return max(size["shortest_edge"] // area, 1), size["longest_edge"] // area
+def token_limits(folder: Path, processor: Any) -> tuple[int, int] | None:
+    """Least and most visual tokens of an image, which llama.cpp reads from its flags alone; None: it has no such limits for the
+    checkpoint's family.
+
+    Raises:
+        UserError: the folder has no checkpoint of a family that llama.cpp has.
+    """
+    family = models.spec_for(json_files.read(folder / "config.json")).family
+    return GGUF_FAMILIES.get(family).limits(ModelFacts({}, processor.image_processor.to_dict()))
 
 
 def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> list[Path]:
@@ -103,7 +103,7 @@ def write_launch_files(folder: Path, record: Mapping[str, Any], name: str) -> li
     facts = replace(facts, **_generation(folder))
     if facts.format == "gguf":
         with contextlib.suppress(UserError):  # a folder whose processor can't be loaded
-            facts = replace(facts, image_tokens=token_limits(models.load_processor(folder).image_processor))
+            facts = replace(facts, image_tokens=token_limits(folder, models.load_processor(folder)))
     texts = launch.render_launch_files(facts)
     if (folder / MANIFEST).is_file():  # else the folder is being written, and its `serve/` came from the source
         shutil.rmtree(folder / FOLDER, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, CompressedTensorsConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vlmcompress.models import _experts
@@ -72,9 +73,10 @@ def build_meta_model(path: str | Path, weights: bool = True, supported_only: boo
     require_model_type(content)
     try:
         with quiet_transformers(), torch.device("meta"):
-            meta_model = AutoModelForImageTextToText.from_config(
-                CONFIG_MAPPING[content["model_type"]].from_dict(content)
-            )
+            config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+            with no_init_weights():
+                meta_model = AutoModelForImageTextToText.from_config(config)
+            meta_model.tie_weights()
         if spec:
             _experts.split_experts(meta_model, spec)
     except Exception as error:  # a wrong value in a config can raise anything

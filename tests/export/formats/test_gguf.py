@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests.kit.launching import called
+from tests.kit.published import LARGE
 from tests.kit.tiny import build
 from vlmcompress.cli import main
 from vlmcompress.export.formats import Parts
 from vlmcompress.export.formats import gguf as exporter
-from vlmcompress.export.gguf import GgufFile, ModelFacts, TensorRule
+from vlmcompress.export.gguf import REGISTRY, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.tensors import tensors_to_write
 from vlmcompress.export.gguf.tokenizer import _scores
+from vlmcompress.models import build_meta_model
 from vlmcompress.numerics import NVFP4, ActFormat, Format, Scheme, round_to_nearest
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.registry import FORMATS
@@ -226,3 +228,50 @@ def test_a_tokenizer_unknown_to_llama_cpp_is_refused_before_a_run(written, tmp_p
     assert main(["quantize", str(source), "--scheme", "rtn", "--format", "gguf", "-o", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "without a known name" in error
+
+
+GEMMA4 = {
+    "hidden_size": (
+        {"hidden_size": 2560},
+        "see each other in decoders of other widths than 1536 and 2560; this one is 2560",
+    ),
+    "causal": ({"use_bidirectional_attention": None}, "wide and has use_bidirectional_attention None"),
+    "pad": (
+        {"pad_token_id": 3, "hidden_size_per_layer_input": 128},
+        "row 0 of the embedding per layer for images, this",
+    ),
+    "shared": ({"num_kv_shared_layers": 2}, "reuses keys and values of blocks -1"),
+    "one kind": (
+        {"layer_types": ["full_attention"] * 3},
+        "with a window and with full attention; this model has one kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GEMMA4)
+def test_a_gemma_4_that_llama_cpp_runs_otherwise_is_refused(kind, tmp_path):
+    changes, reason = GEMMA4[kind]
+    config = build_meta_model(build("gemma4", tmp_path, **LARGE)).config.to_dict()
+    assert not REGISTRY.get("gemma4").problems(ModelFacts(config, {}))
+    config["text_config"] |= changes
+    problems = REGISTRY.get("gemma4").problems(ModelFacts(config, {}))
+    assert any(reason in problem for problem in problems) and not any("\n" in problem for problem in problems)
+
+
+def test_limits_of_an_image_are_in_tokens():
+    """GLM's processor counts the pixels of an image and its copy; Gemma 4's has a budget, which images are scaled up to."""
+    image = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "max_soft_tokens": 280}
+    image["size"] = {"shortest_edge": 8 * 28 * 28, "longest_edge": 400 * 28 * 28}
+    limits = {
+        name: REGISTRY.get(name).limits(ModelFacts({}, image)) for name in ("qwen2-vl", "glm-ocr", "gemma4", "llava")
+    }
+    assert limits == {"qwen2-vl": (8, 400), "glm-ocr": (4, 200), "gemma4": (240, 280), "llava": None}
+
+
+def test_glm_ocr_is_written_without_its_draft_head(tmp_path):
+    source = build("glm-ocr", tmp_path / "source", num_hidden_layers=16, num_nextn_predict_layers=1)
+    flags = ["--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]
+    assert main(["quantize", str(source), *flags]) == 0
+    file = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    blocks = {tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")}
+    assert blocks == set(map(str, range(16))) and file.fields["glm4.block_count"].contents() == 16

@@ -6,6 +6,8 @@ do. An image has at most 70 visual tokens, the least that the processor allows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as T
 
@@ -22,7 +24,22 @@ NAMED = {
 PATCHES = {"patch_size": 4, "pooling_kernel_size": 3}
 
 
-def model(**mixture: object) -> T.PreTrainedModel:
+def model(**text: Any) -> T.PreTrainedModel:
+    """The model; `text`: values of the decoder's configuration."""
+    values: dict[str, Any] = {
+        # of images transformers looks up the row of `pad_token_id` per layer, other engines row 0
+        **{**GQA, "num_hidden_layers": 3, "pad_token_id": 0},
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": 384,
+    }
     model = T.Gemma4ForConditionalGeneration(
         T.Gemma4Config(
             vision_config=T.Gemma4VisionConfig(
@@ -37,21 +54,7 @@ def model(**mixture: object) -> T.PreTrainedModel:
                 default_output_length=70,  # transformers ignores it, vLLM reads it
                 **PATCHES,
             ),
-            text_config=T.Gemma4TextConfig(
-                # of images transformers looks up the row of `pad_token_id` per layer, other engines row 0
-                **{**GQA, "num_hidden_layers": 3, "pad_token_id": 0},
-                head_dim=32,
-                global_head_dim=64,
-                num_global_key_value_heads=1,
-                attention_k_eq_v=True,
-                num_kv_shared_layers=1,
-                use_double_wide_mlp=True,
-                sliding_window=64,
-                layer_types=["sliding_attention", "full_attention", "full_attention"],
-                hidden_size_per_layer_input=128,
-                vocab_size_per_layer_input=384,
-                **mixture,
-            ),
+            text_config=T.Gemma4TextConfig(**(values | text)),
             image_token_id=259,
             boi_token_id=260,
             eoi_token_id=261,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as T
 
@@ -11,8 +13,8 @@ from tests.kit.tiny.gemma4 import processor as processor
 MIXTURE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128}
 
 
-def model() -> T.PreTrainedModel:
-    model = gemma4.model(**MIXTURE)
+def model(**text: Any) -> T.PreTrainedModel:
+    model = gemma4.model(**MIXTURE, **text)
     for name, weight in model.named_parameters():
         if name.endswith("per_expert_scale"):
             weight.data.copy_(torch.linspace(0.5, 1.5, 4))

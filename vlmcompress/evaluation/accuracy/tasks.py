@@ -7,6 +7,7 @@ exact match. `limit` chooses a number of its samples, stratified by family.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -174,8 +175,14 @@ def quiet_lm_eval() -> Iterator[None]:
         building.tqdm = bar
 
 
+@functools.cache
+def _everything() -> Any:
+    """`_manager` with lm-eval's own tasks as well, which takes seconds."""
+    return _manager({}, lm_eval=True)
+
+
 def _manager(metadata: Mapping[str, Any], folders: Sequence[Path] = (), lm_eval: bool = False) -> Any:
-    """lm-eval's index of our tasks and those in `folders`; `lm_eval`: also of lm-eval's own tasks, which takes seconds."""
+    """lm-eval's index of our tasks and those in `folders`; `lm_eval`: also of lm-eval's own tasks."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("suites need lm-eval; pip install '.[eval]' in the checkout of vlmcompress")
     from lm_eval.tasks import TaskManager
@@ -192,7 +199,7 @@ def _load_tasks(name: str, metadata: Mapping[str, Any], lm_eval: bool = False) -
     try:
         with quiet_lm_eval():
             if file.suffix not in YAML:
-                manager = _manager(metadata, lm_eval=lm_eval)
+                manager = _everything() if lm_eval else _manager(metadata)
                 if lm_eval and name not in manager.all_tasks:
                     close = did_you_mean(name, catalogue.task_names())
                     raise UserError(f"no suite is called '{name}', here or in lm-eval{close}")

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlmcompress import models
-from vlmcompress.export import launch_files, manifest, readers, tokenizers
+from vlmcompress.export import card, launch_files, manifest, readers, tokenizers
 from vlmcompress.export.formats import compressed_tensors
 from vlmcompress.export.formats.compressed_tensors import FORMAT as COMPRESSED
 from vlmcompress.export.layer_targets import misnamed, misread
@@ -152,6 +152,9 @@ def _manifest(subject: _Subject) -> str:
 def _files(subject: _Subject) -> str:
     recorded = manifest.read_manifest(subject.path)["files"]
     hashes = manifest.hash_files(subject.path)
+    edited = card.CARD in hashes and hashes[card.CARD] != recorded.get(card.CARD)  # as a model card's owner does
+    if edited:
+        recorded = recorded | {card.CARD: hashes[card.CARD]}
     wrong = {
         "missing": sorted(recorded.keys() - hashes.keys()),
         "changed": sorted(name for name in recorded.keys() & hashes.keys() if recorded[name] != hashes[name]),
@@ -160,7 +163,7 @@ def _files(subject: _Subject) -> str:
     if any(wrong.values()):
         what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
         raise UserError(f"{what}; copy the folder again or quantize again")
-    return f"{len(hashes)} files have the recorded hashes"
+    return f"{len(hashes) - edited} files have the recorded hashes" + f"; {card.CARD} was edited" * edited
 
 
 def _weights(subject: _Subject) -> str:

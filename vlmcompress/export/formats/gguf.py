@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from vlmcompress import models
 from vlmcompress.export.formats._base import EngineFiles, Parts
 from vlmcompress.export.gguf import REGISTRY, GgufFamily, ModelFacts, tokens
 from vlmcompress.export.gguf.blocks import block_type, pack, row_bytes
-from vlmcompress.export.gguf.tensors import TensorWrite, require_complete, tensors_to_write
+from vlmcompress.export.gguf.tensors import TensorWrite, read_by_engine, require_complete, tensors_to_write
 from vlmcompress.export.gguf.tokenizer import added_tokens, metadata
 from vlmcompress.numerics import QTensor, Scheme
 from vlmcompress.utils import tensor_files
@@ -92,6 +93,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def _tokenizer(folder: Path, family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a family's tokenizer, see `metadata`."""
+    kind: GgufFamily = REGISTRY.get(family)
+    return metadata(folder, config["text_config"]["vocab_size"], config, kind.pieces, kind.visible)
+
+
 class Gguf(EngineFiles):
     """Two files; `block_type` names the type of a scheme."""
 
@@ -125,7 +132,7 @@ class Gguf(EngineFiles):
         """llama.cpp computes the family differently, or the tokenizer differs."""
         reasons = REGISTRY.get(family).problems(ModelFacts(config, {}))
         try:
-            metadata(folder, config["text_config"]["vocab_size"], config)
+            _tokenizer(folder, family, config)
         except UserError as error:
             reasons.append(str(error))
         return reasons
@@ -147,7 +154,7 @@ class Gguf(EngineFiles):
             fields = gguf.GGUFReader(folder / MODEL).fields.items()
             keys = {name: field.contents() for name, field in fields if name.startswith("tokenizer.")}
         else:
-            keys = metadata(folder, config["text_config"]["vocab_size"], config)
+            keys = _tokenizer(folder, models.spec_for(dict(config)).family, config)
         return tokens.gguf_token_ids(keys, texts, _add)
 
     @override
@@ -156,13 +163,14 @@ class Gguf(EngineFiles):
     ) -> int:
         facts = ModelFacts(parts.config, parts.image, added_tokens(tree))
         gguf_family: GgufFamily = REGISTRY.get(family)
+        parts = read_by_engine(gguf_family, parts)
         arch = gguf_family.arch(facts)
         files = {
             MODEL: (arch, gguf_family.language, tensors_to_write(gguf_family.language, parts, facts, "language")),
             MMPROJ: ("clip", gguf_family.vision, tensors_to_write(gguf_family.vision, parts, facts, "vision")),
         }
         tensors = [plan for *_, plans in files.values() for plan in plans]
-        require_complete(gguf_family, parts, tensors)
+        require_complete(parts, tensors)
         total, done = sum(plan.nbytes for plan in tensors), 0
         for name, (architecture, model, plans) in files.items():
             keys = {key.replace("{arch}", arch): value(facts) for key, value in model.keys.items()}
@@ -177,7 +185,7 @@ class Gguf(EngineFiles):
                 "general.file_type": FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])],
             }
             if name == MODEL:
-                keys |= metadata(tree, facts.config["text_config"]["vocab_size"], facts.config)
+                keys |= _tokenizer(tree, family, facts.config)
             for written in _write_file(tree / name, architecture, keys, plans):
                 done += written
                 if progress:

@@ -44,7 +44,7 @@ class TensorRule:
         rows, columns: function to the indices of rows or columns in GGUF's order; None: unchanged.
         change: function that transforms an unquantized tensor; None: unchanged.
         stacked: the last `{}` of `source` is the number of an expert; the experts' matrices become one tensor.
-        number: function from the block's number in memory to that in GGUF; None: equal.
+        number: function from the block's number in memory, or 0 outside of blocks, to that in GGUF; None: equal.
         add: number added to each value: norms that compute `x * (1 + weight)` are `x * weight` in ggml.
     """
 
@@ -79,9 +79,13 @@ class GgufFamily:
     Attributes:
         arch: the language model's architecture.
         language, vision: the two files.
-        unused: name prefixes of parameters that llama.cpp does not read.
+        unused: name prefixes of parameters that llama.cpp does not read; `{blocks}` stands for the decoder's number of blocks.
         image: the text of an image in a rendered chat prompt.
         marker: its replacement in a prompt for llama.cpp, with `{}` for the marker of media.
+        limits: function to the least and most visual tokens of an image, which llama.cpp reads from its flags alone; to None
+            where it has no such limits.
+        pieces: llama.cpp's name of SentencePiece's BPE, see `tokenizer`.
+        visible: special tokens that an answer shows, as llama.cpp parses it.
         problems: function to the reasons, one line each, why llama.cpp cannot run the checkpoint.
     """
 
@@ -91,6 +95,9 @@ class GgufFamily:
     image: str
     marker: str = "{}"
     unused: tuple[str, ...] = ()
+    limits: Callable[[ModelFacts], tuple[int, int] | None] = lambda facts: None
+    pieces: str = "llama"
+    visible: tuple[str, ...] = ()
     problems: Callable[[ModelFacts], list[str]] = lambda facts: []
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from vlmcompress.export.gguf import GgufFamily, GgufFile, ModelFacts, TensorRule
 from vlmcompress.export.gguf.blocks import BLOCK, BYTES, block_size, block_type, in_order, matrix_scale, pack
 from vlmcompress.numerics import Format, round_to_nearest
 from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.tensor_files import DTYPES, all_finite
+from vlmcompress.utils.tensor_files import DTYPES, all_finite, read_tensor
 from vlmcompress.utils.tensor_headers import Entry
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -64,7 +64,8 @@ def tensors_to_write(model: GgufFile, parts: Parts, facts: ModelFacts, side: str
             if matched := pattern.fullmatch(name):
                 numbers = [int(text) for text in matched.groups()]
                 expert = numbers.pop() if rule.stacked else 0
-                target = rule.target.format(*(rule.number(facts, n) if rule.number else n for n in numbers))
+                numbers = [rule.number(facts, n) for n in numbers or [0]] if rule.number else numbers
+                target = rule.target.format(*numbers)
                 experts.setdefault(target, {})[expert] = name
         for target, names in experts.items():
             sources = [names[number] for number in sorted(names)]
@@ -73,16 +74,38 @@ def tensors_to_write(model: GgufFile, parts: Parts, facts: ModelFacts, side: str
             if each[0].kind == "NVFP4":  # the numbers of the matrices, one for each source, known once these are packed
                 name, count = target.removesuffix("weight") + "scale", (len(sources),)
                 tensors.append(TensorWrite(name, (), "F32", count, functools.partial(map, scales.pop, sources)))
+    named = dict[str, TensorWrite]()
+    for tensor in tensors:
+        named[tensor.name] = _product(named[tensor.name], tensor) if tensor.name in named else tensor
     # layers of a group are rounded together, and held until they are written
-    return sorted(tensors, key=lambda tensor: int(block[1]) if (block := re.search(r"\.(\d+)\.", tensor.name)) else -1)
+    return sorted(
+        named.values(), key=lambda tensor: int(block[1]) if (block := re.search(r"\.(\d+)\.", tensor.name)) else -1
+    )
 
 
-def require_complete(family: GgufFamily, parts: Parts, tensors: list[TensorWrite]) -> None:
+def read_by_engine(family: GgufFamily, parts: Parts) -> Parts:
+    """A checkpoint without the parameters that llama.cpp does not read."""
+    text = parts.config["text_config"]
+    unused = tuple(prefix.format(blocks=text["num_hidden_layers"]) for prefix in family.unused)
+    return replace(parts, specs={name: spec for name, spec in parts.specs.items() if not name.startswith(unused)})
+
+
+def require_complete(parts: Parts, tensors: list[TensorWrite]) -> None:
     """Raise `UserError` for a parameter that no rule covers."""
     used = {source for tensor in tensors for source in tensor.sources}
     for name in parts.names:
-        if name not in used and not name.startswith(family.unused or ("\0",)):
+        if name not in used:
             raise UserError(f"llama.cpp has no tensor for {name} in this family; it cannot be written to GGUF")
+
+
+def _product(*scales: TensorWrite) -> TensorWrite:
+    """The product of scales of the same matrices: those of NVFP4 and the model's own."""
+
+    def numbers(scale: TensorWrite) -> Tensor:
+        return torch.cat([read_tensor(piece) if isinstance(piece, Entry) else piece for piece in scale.make()])
+
+    sources = tuple(source for scale in scales for source in scale.sources)
+    return replace(scales[0], sources=sources, make=lambda: iter([torch.stack([*map(numbers, scales)]).prod(0)]))
 
 
 def _stacked(tensors: list[TensorWrite]) -> TensorWrite:
@@ -117,7 +140,7 @@ def _plan(
     rows, columns = (list(order(facts)) if order else None for order in (rule.rows, rule.columns))
 
     def chosen(matrix: Tensor) -> Tensor:
-        matrix = matrix.chunk(of)[part]
+        matrix = matrix.chunk(of)[part] if of > 1 else matrix
         return matrix if rows is None else matrix[rows]
 
     module = source.removesuffix(".weight")
@@ -139,7 +162,7 @@ def _plan(
 
     spec = parts.specs[source]
     # The shape after a rule's change is found with a meta tensor.
-    shape = tuple(changed(torch.empty((spec.shape[0] // of, *spec.shape[1:]), device="meta")).shape)
+    shape = tuple(changed(chosen(torch.empty(spec.shape, device="meta"))).shape)
     kind = spec.dtype
     if side == "vision":
         kind = parts.mmproj or ("F32" if kind == "F32" else "Q8_0" if parts.layers else "F16")

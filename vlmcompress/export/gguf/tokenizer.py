@@ -1,12 +1,13 @@
 """A tokenizer as the metadata of a GGUF file, from `tokenizer.json` and the files next to it.
 
-Two kinds are supported: byte-level BPE (`gpt2` in llama.cpp) and SentencePiece's BPE with byte fallback (`llama`). llama.cpp
-splits text by its own, named patterns; the name is looked up by the pattern in tokenizer.json.
+Two kinds are supported: byte-level BPE (`gpt2` in llama.cpp) and SentencePiece's BPE with byte fallback: `llama`, which merges
+by scores of tokens, or `gemma4`, which merges by the list and never across line breaks. llama.cpp splits text by its own, named
+patterns; the name is looked up by the pattern in tokenizer.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,20 @@ PATTERNS = {
 """Pattern by which a tokenizer splits text -> llama.cpp's name for it."""
 
 
-def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[str, Any]:
+def metadata(
+    folder: Path,
+    vocabulary: int,
+    config: Mapping[str, Any],
+    kind: str = "llama",
+    visible: Container[str] = (),
+) -> dict[str, Any]:
     """The metadata of the tokenizer in a folder.
 
     Args:
         vocabulary: rows of the model's embedding; tokens that the tokenizer lacks are written as unused.
         config: the model's configuration, for the tokens that begin and end a text.
+        kind: llama.cpp's name of SentencePiece's BPE.
+        visible: special tokens that an answer shows.
 
     Raises:
         UserError: the tokenizer is unsupported or damaged.
@@ -48,7 +57,7 @@ def metadata(folder: Path, vocabulary: int, config: Mapping[str, Any]) -> dict[s
         )
     content, settings = json_files.read(path), _optional(folder / "tokenizer_config.json")
     try:
-        return _metadata(content, settings, folder, vocabulary, config)
+        return _metadata(content, settings, folder, vocabulary, config, kind, visible)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise UserError(f"{path} is not a readable tokenizer ({error!r}); restore it from the source") from error
 
@@ -59,7 +68,13 @@ def added_tokens(folder: Path) -> dict[str, int]:
 
 
 def _metadata(
-    content: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, vocabulary: int, config: Mapping[str, Any]
+    content: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    folder: Path,
+    vocabulary: int,
+    config: Mapping[str, Any],
+    kind: str,
+    visible: Container[str],
 ) -> dict[str, Any]:
     model = content["model"]
     if model["type"] != "BPE":
@@ -67,9 +82,11 @@ def _metadata(
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     # transformers writes byte_fallback for byte-level tokenizers, too, which it made of a GGUF file
     pieces = bool(model.get("byte_fallback")) and "ByteLevel" not in [step.get("type") for step in _steps(content)]
-    tokens, kinds = _tokens(content, vocabulary, pieces)
-    keys: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _splitting(content)}
+    tokens, kinds = _tokens(content, vocabulary, pieces, visible)
+    keys: dict[str, Any] = {"model": kind if pieces else "gpt2", "pre": "default" if pieces else _splitting(content)}
     keys |= {"tokens": tokens, "token_type": kinds}
+    if not pieces or kind != "llama":
+        keys["merges"] = merges or ["00 00"]  # llama.cpp requires merges; this one never applies
     if pieces:
         keys["scores"] = _scores(tokens, model["merges"])
         # Either of two steps can put a space before a text.
@@ -78,10 +95,8 @@ def _metadata(
         keys["add_space_prefix"] = any(
             step.get("type") == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps
         )
-    else:
-        keys["merges"] = merges or ["00 00"]  # llama.cpp requires merges; this one never applies
     ids = {token: index for index, token in enumerate(tokens)}
-    keys |= _specials(settings, config, ids)
+    keys |= _specials(settings, config, ids, _optional(folder / "generation_config.json").get("eos_token_id"))
     keys["add_bos_token"] = _adds_bos(content, settings)
     keys["add_eos_token"] = False
     keys["chat_template"] = _template(folder, settings)
@@ -90,7 +105,9 @@ def _metadata(
     }
 
 
-def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[list[str], list[int]]:
+def _tokens(
+    content: Mapping[str, Any], vocabulary: int, pieces: bool, visible: Container[str]
+) -> tuple[list[str], list[int]]:
     """The text and type of each of `vocabulary` tokens."""
     by_id = {index: token for token, index in content["model"]["vocab"].items()}
     added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
@@ -103,7 +120,7 @@ def _tokens(content: Mapping[str, Any], vocabulary: int, pieces: bool) -> tuple[
         token = by_id.get(index)
         kind = UNUSED if token is None else NORMAL
         if index in added:
-            kind = CONTROL if added[index].get("special") else USER_DEFINED
+            kind = CONTROL if added[index].get("special") and token not in visible else USER_DEFINED
         if pieces and token is not None:
             if token == unknown:
                 kind = UNKNOWN
@@ -143,8 +160,10 @@ def _splitting(content: Mapping[str, Any]) -> str:
     raise UserError("the tokenizer splits text by a pattern without a known name in llama.cpp; write another format")
 
 
-def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Ids of the BOS, EOS and padding tokens."""
+def _specials(
+    settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int], stops: Any
+) -> dict[str, Any]:
+    """Ids of the BOS, EOS and padding tokens, and of up to two others that end an answer; `stops`: all that do."""
     text = config.get("text_config", config)
     keys = {}
     for name, key in (
@@ -157,6 +176,8 @@ def _specials(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappi
         token = token.get("content") if isinstance(token, Mapping) else token
         ends = text.get(f"{name}_token_id")
         keys[key] = ids.get(str(token), ends[0] if isinstance(ends, list) and ends else ends)
+    others = [stop for stop in stops if stop != keys["eos_token_id"]] if isinstance(stops, list) else []
+    keys |= zip(("eot_token_id", "eom_token_id"), others, strict=False)
     return {key: value for key, value in keys.items() if isinstance(value, int) and 0 <= value < len(ids)}
 
 

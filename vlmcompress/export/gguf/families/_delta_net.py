@@ -7,10 +7,11 @@ which repeats all keys as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from vlmcompress.export.gguf.families._parts import HEAD_NORMS, decoder, head_size, text_keys
+from vlmcompress.export.gguf.families._parts import HEAD_NORMS, LANGUAGE, decoder, head_size, text_keys
 from vlmcompress.export.gguf.families._qwen import sections
 from vlmcompress.export.gguf.spec import GgufFile, ModelFacts, Order, TensorRule, at
 
@@ -51,9 +52,20 @@ def taps(weight: Any, facts: ModelFacts) -> Any:
     return weight[:, 0]
 
 
+def drafting(facts: ModelFacts) -> int:
+    """Blocks of the MTP head, which llama.cpp numbers on from the decoder's."""
+    return facts.config["text_config"].get("mtp_num_hidden_layers") or 0
+
+
+def after(facts: ModelFacts, number: int) -> int:
+    """The number of an MTP head's block in GGUF."""
+    return facts.config["text_config"]["num_hidden_layers"] + number
+
+
 def recurrent(facts: ModelFacts) -> list[bool]:
     """For each block whether it is a Gated DeltaNet."""
-    return [kind == "linear_attention" for kind in facts.config["text_config"]["layer_types"]]
+    kinds = facts.config["text_config"]["layer_types"]
+    return [kind == "linear_attention" for kind in kinds] + [False] * drafting(facts)
 
 
 def rotated(facts: ModelFacts) -> int:
@@ -70,15 +82,43 @@ def inner(facts: ModelFacts) -> int:
 
 def problems(facts: ModelFacts) -> list[str]:
     """Reasons why llama.cpp cannot run the model."""
-    text = facts.config["text_config"]
-    if text["linear_key_head_dim"] == text["linear_value_head_dim"]:
-        return []
-    return ["llama.cpp's Gated DeltaNet has heads of one width for keys and values; this model has two"]
+    text, problems = facts.config["text_config"], []
+    if text["linear_key_head_dim"] != text["linear_value_head_dim"]:
+        problems.append("llama.cpp's Gated DeltaNet has heads of one width for keys and values; this model has two")
+    if drafting(facts) > 1:
+        problems.append(f"llama.cpp's MTP head has one block, this model's {drafting(facts)}; leave its tensors out")
+    return problems
+
+
+HEAD = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
+    "embed_tokens": "embed_tokens",
+}
+
+
+def head(blocks: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+    """The rules of an MTP head; `blocks`: those of the decoder, whose blocks with attention are like the head's."""
+    root = f"{LANGUAGE}.layers."
+    return (
+        *(
+            replace(rule, source=rule.source.replace(root, "mtp.layers."), number=after)
+            for rule in blocks
+            if rule.source.startswith(root)
+        ),
+        *(
+            TensorRule(f"mtp.{old}.weight", f"blk.{{}}.nextn.{new}.weight", number=after, add=float("norm" in old))
+            for old, new in HEAD.items()
+        ),
+    )
 
 
 def language(mlp: tuple[TensorRule, ...] = (), **keys: Any) -> GgufFile:
     """The decoder's file. `mlp`: rules of its blocks' MLPs if they are mixtures of experts; `keys`: further metadata."""
-    block, target = "model.language_model.layers.{}.linear_attn", "blk.{}"
+    block, target = f"{LANGUAGE}.layers.{{}}.linear_attn", "blk.{}"
+    common = (*decoder(norms=NORMS, norm_offset=1.0), *mlp)
     return GgufFile(
         text_keys(
             rope__dimension_sections=sections,
@@ -89,11 +129,13 @@ def language(mlp: tuple[TensorRule, ...] = (), **keys: Any) -> GgufFile:
             ssm__time_step_rank=at("text_config.linear_num_value_heads"),
             ssm__inner_size=inner,
             attention__recurrent_layers=recurrent,
+            block_count=lambda facts: after(facts, drafting(facts)),
+            nextn_predict_layers=lambda facts: drafting(facts) or None,
             **keys,
         ),
         (
-            *decoder(norms=NORMS, norm_offset=1.0),
-            *mlp,
+            *common,
+            *head(common),
             TensorRule(f"{block}.in_proj_qkv.weight", f"{target}.attn_qkv.weight", rows=MIXED),
             TensorRule(f"{block}.in_proj_z.weight", f"{target}.attn_gate.weight", rows=VALUES),
             TensorRule(f"{block}.in_proj_b.weight", f"{target}.ssm_beta.weight", rows=HEADS),

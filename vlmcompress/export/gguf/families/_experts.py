@@ -30,22 +30,23 @@ def half(number: int, transposed: bool) -> Callable[[Any, ModelFacts], Any]:
     return lambda weight, facts: (weight.mT if transposed else weight).chunk(2, dim=1)[number]
 
 
-def rules(transposed: bool) -> tuple[TensorRule, ...]:
+def rules(transposed: bool, module: str = MLP, router: str = "gate") -> tuple[TensorRule, ...]:
     """The tensors of routers and experts; experts are single layers if quantized, otherwise fused tensors.
 
     Args:
         transposed: the checkpoint's fused tensors have inputs first.
+        module: memory name of the module with the experts and the router, whose own name is `router`.
     """
     return (
-        TensorRule(f"{MLP}.gate.weight", "blk.{}.ffn_gate_inp.weight"),
+        TensorRule(f"{module}.{router}.weight", "blk.{}.ffn_gate_inp.weight"),
         *(
-            TensorRule(f"{MLP}.experts.{{}}.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_exps.weight", stacked=True)
+            TensorRule(f"{module}.experts.{{}}.{kind}_proj.weight", f"blk.{{}}.ffn_{kind}_exps.weight", stacked=True)
             for kind in ("gate", "up", "down")
         ),
-        TensorRule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_gate_exps.weight", change=half(0, transposed)),
-        TensorRule(f"{MLP}.experts.gate_up_proj", "blk.{}.ffn_up_exps.weight", change=half(1, transposed)),
+        TensorRule(f"{module}.experts.gate_up_proj", "blk.{}.ffn_gate_exps.weight", change=half(0, transposed)),
+        TensorRule(f"{module}.experts.gate_up_proj", "blk.{}.ffn_up_exps.weight", change=half(1, transposed)),
         TensorRule(
-            f"{MLP}.experts.down_proj",
+            f"{module}.experts.down_proj",
             "blk.{}.ffn_down_exps.weight",
             change=lambda weight, facts: weight.mT if transposed else weight,
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmcompress.export.gguf.spec import ModelFacts, Order, TensorRule, Value, always, at
@@ -58,7 +58,7 @@ def rotated_heads(heads: str, width: Value = head_size) -> Order:
 
 def decoder(
     *,
-    rotated: bool = False,
+    order: Callable[[str], Order] | None = None,
     biases: bool = False,
     norms: Mapping[str, str] = NORMS,
     norm_offset: float = 0.0,
@@ -67,13 +67,13 @@ def decoder(
     """The tensors of a Llama-like decoder.
 
     Args:
-        rotated: ggml rotates adjacent channels of queries and keys, not halves of a head.
+        order: function from the path of the number of heads to the order of the rows of queries or keys.
         biases: q, k and v have biases.
         norms: norms of a block, memory name -> name in GGUF.
         norm_offset: norms compute `x * (offset + weight)`.
         root: memory name of the decoder.
     """
-    q, k = (rotated_heads(f"text_config.num_{kind}_heads") if rotated else None for kind in ("attention", "key_value"))
+    q, k = (order(f"text_config.num_{kind}_heads") if order else None for kind in ("attention", "key_value"))
     block, target = f"{root}.layers.{{}}.", "blk.{}."
     linears = (
         ("self_attn.q_proj", "attn_q", q),
@@ -166,6 +166,13 @@ CLIP_KEYS = {
 def square_pixels(key: str) -> Value:
     """The minimum or maximum pixels of an image: the processor's `shortest_edge` or `longest_edge`, which are areas here."""
     return lambda facts: (facts.image.get("size") or {}).get(key)
+
+
+def pixel_limits(facts: ModelFacts, frames: int = 1) -> tuple[int, int] | None:
+    """Least and most visual tokens of an image of processors that limit its pixels, summed over its `frames`."""
+    least, most = (square_pixels(f"{key}_edge")(facts) for key in ("shortest", "longest"))
+    area = (facts.image["patch_size"] * facts.image["merge_size"]) ** 2 * frames
+    return (max(least // area, 1), most // area) if least and most else None
 
 
 def rope_problems(facts: ModelFacts) -> list[str]:

@@ -11,6 +11,7 @@ from vlmcompress.export.gguf.families._parts import (
     decoder,
     head_size,
     rope_problems,
+    rotated_heads,
     text_keys,
     vision_keys,
 )
@@ -26,7 +27,9 @@ def longest_edge(facts: ModelFacts) -> int:
 
 FAMILY = GgufFamily(
     arch=always("llama"),
-    language=GgufFile(text_keys(rope__dimension_count=head_size), decoder(rotated=True, root="model.text_model")),
+    language=GgufFile(
+        text_keys(rope__dimension_count=head_size), decoder(order=rotated_heads, root="model.text_model")
+    ),
     vision=GgufFile(
         vision_keys(
             "idefics3", projector__scale_factor=at("scale_factor"), preproc_image_size=longest_edge, **CLIP_KEYS

@@ -112,5 +112,6 @@ FAMILY = GgufFamily(
         ),
     ),
     image="<image>",
+    limits=lambda facts: (facts.image["min_image_tokens"], facts.image["max_image_tokens"]),
     problems=problems,
 )

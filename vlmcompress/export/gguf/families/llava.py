@@ -12,6 +12,7 @@ from vlmcompress.export.gguf.families._parts import (
     first_last,
     head_size,
     rope_problems,
+    rotated_heads,
     text_keys,
     vision_keys,
 )
@@ -43,7 +44,7 @@ def problems(facts: ModelFacts) -> list[str]:
 
 FAMILY = GgufFamily(
     arch=always("llama"),
-    language=GgufFile(text_keys(rope__dimension_count=head_size), decoder(rotated=True)),
+    language=GgufFile(text_keys(rope__dimension_count=head_size), decoder(order=rotated_heads)),
     vision=GgufFile(
         vision_keys("mlp", feature_layer=feature_layer, **CLIP_KEYS) | activation(),
         (

@@ -79,7 +79,7 @@ FAMILY = GgufFamily(
             rope__scaling__original_context_length=at(f"{ROPE}.original_max_position_embeddings"),
             attention__temperature_scale=at(f"{ROPE}.llama_4_scaling_beta", float),
         ),
-        decoder(rotated=True),
+        decoder(order=rotated_heads),
     ),
     vision=GgufFile(
         vision_keys(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.export.gguf.families._parts import both, rope_problems, vision_keys
+from vlmcompress.export.gguf.families._parts import both, pixel_limits, rope_problems, vision_keys
 from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, TOWER, TOWER_SIZES, tower
 from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, TensorRule, always, at
 
@@ -51,5 +51,6 @@ FAMILY = GgufFamily(
     language=LANGUAGE,
     vision=GgufFile(KEYS | {"clip.use_silu": always(True)}, tower(BLOCK)),
     image=IMAGE,
+    limits=pixel_limits,
     problems=problems,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmcompress.export.gguf.families._parts import activation, both, rope_problems, vision_keys
+from vlmcompress.export.gguf.families._parts import activation, both, pixel_limits, rope_problems, vision_keys
 from vlmcompress.export.gguf.families._qwen import IMAGE, LANGUAGE, TOWER, TOWER_SIZES, tower
 from vlmcompress.export.gguf.spec import GgufFamily, GgufFile, ModelFacts, always, at
 
@@ -32,5 +32,6 @@ FAMILY = GgufFamily(
     language=LANGUAGE,
     vision=GgufFile(KEYS | activation(), tower(BLOCK)),
     image=IMAGE,
+    limits=pixel_limits,
     problems=rope_problems,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmcompress.export.gguf.families import _delta_net
-from vlmcompress.export.gguf.families._parts import rope_problems
+from vlmcompress.export.gguf.families._parts import pixel_limits, rope_problems
 from vlmcompress.export.gguf.families._qwen import IMAGE
 from vlmcompress.export.gguf.families.qwen3_vl import VISION
 from vlmcompress.export.gguf.spec import GgufFamily, ModelFacts, always
@@ -18,7 +18,7 @@ FAMILY = GgufFamily(
     arch=always("qwen35"),
     language=_delta_net.language(),
     vision=VISION,
-    unused=("mtp.",),
     image=IMAGE,
+    limits=pixel_limits,
     problems=problems,
 )

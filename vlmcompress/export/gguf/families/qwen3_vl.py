@@ -11,6 +11,7 @@ from vlmcompress.export.gguf.families._parts import (
     blocks,
     both,
     decoder,
+    pixel_limits,
     rope_problems,
     text_keys,
     vision_keys,
@@ -77,5 +78,6 @@ FAMILY = GgufFamily(
     ),
     vision=VISION,
     image=IMAGE,
+    limits=pixel_limits,
     problems=rope_problems,
 )
