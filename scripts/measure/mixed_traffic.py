@@ -107,18 +107,18 @@ def render(rows: list[dict[str, Any]]) -> str:
     for model in sorted({row["model"] for row in rows}, key=list(MODELS).index):
         measured = [row for row in rows if row["model"] == model]
         shares, (before, _) = measured[0]["shares"], measured[0]["visual_tokens"]
-        more = {kind: share for kind, share in shares.items() if share > min(shares.values())}
+        larger = {kind: share for kind, share in shares.items() if share > min(shares.values())}
         for row in [half[model] | {"recipe": "half, for all", "visual_tokens": [before, before / 2]}, *measured]:
             share = row["visual_tokens"][1] / before
-            kinds = [f"{kind} {bench_accuracy.points(row['families'][kind])}" for kind in more]
+            kinds = [f"{kind} {bench_accuracy.points(row['families'][kind])}" for kind in larger]
             cells = [model, row["recipe"], f"{share:.0%}", bench_accuracy.points(row["overall"]), ", ".join(kinds)]
             lines.append(f"| {' | '.join(cells)} |")
-        wanted = ", ".join(f"`{kind}` {share:.0%}" for kind, share in more.items())
+        needs = ", ".join(f"`{kind}` {share:.0%}" for kind, share in larger.items())
         with np.load(BENCH.rows) as arrays:
             ours, others = (arrays[f"{model}|{policy}|0|score"].tolist() for policy in POLICIES)
             win = compare(others, ours, arrays[f"{model}|{POLICIES[0]}|0|image"].tolist())
         points = f"{100 * win.difference:+.1f} points ({100 * win.low:+.1f} to {100 * win.high:+.1f})"
-        won.append(f"* **{model}**: {wanted}, the rest {min(shares.values()):.0%}. Against as many for all {points}")
+        won.append(f"* **{model}**: {needs}, the rest {min(shares.values()):.0%}. Against as many for all {points}")
     return "\n".join([*lines, "", *won])
 
 
