@@ -224,6 +224,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("compare_weights", "weights"),
         ("calibration_cost", "calibration_cost"),
         ("token_budget", "token_budget"),
+        ("mixed_traffic", "mixed"),
         ("real_sizes", "real_sizes"),
         ("kept_share", "kept_share"),
         ("earlier", "mlx"),

@@ -2,7 +2,7 @@
 """Count tables anew from what was measured of each question, by other code and another kind of interval than made them.
 
     scripts/measure/recount.py             every row that has its questions in eval/rows: stored, recounted, ! where they differ
-    scripts/measure/recount.py accuracy    the rows of eval/accuracy.json alone; or of boxes, pages, clips, photo, weights
+    scripts/measure/recount.py accuracy    the rows of eval/accuracy.json alone; also boxes, pages, clips, photo, mixed, weights
 
 Needs NumPy alone. Means must be equal. Intervals are bootstrapped: images are drawn with all their questions, texts one by one;
 of ratios calibrations, too. That is another estimate: a stored interval may be half as wide, or four times, and that of a ratio
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
-ACCURACY = ("accuracy", "boxes", "pages", "clips", "photo")
+ACCURACY = ("accuracy", "boxes", "pages", "clips", "photo", "mixed")
 DRAWS = 2000
 Arrays = Mapping[str, np.ndarray]
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2}  # calibrations -> standard errors to each side of 95%

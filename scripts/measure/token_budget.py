@@ -2,7 +2,7 @@
 """How many tokens layers have to be fitted to: errors of outputs on other samples, by the number of tokens.
 
     scripts/measure/token_budget.py MODEL --work DIR    measures the decoder's blocks `--blocks`, into eval/token_budget.json
-    scripts/measure/token_budget.py MODEL --kl          and how far it diverges on texts with its first blocks quantized
+    scripts/measure/token_budget.py MODEL --kl          and how far it diverges with its first blocks quantized
     scripts/measure/token_budget.py --render            prints the docs' table
 
 Samples are those of `compare_weights.py`; `--samples` calibrate, a quarter as many more measure. All run through the model in
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import torch
+from paired import about, numbered
 from weights_table import ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +37,8 @@ RESULTS = ROOT / "eval" / "token_budget.json"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 TOKENS = (2048, 4096, 8192, 16384)
 WAYS = ("drawn", "whole samples")
-FIRST, KL_TOKENS = 6, (0, 4096, 8192)  # blocks that are quantized where divergences are measured
+FIRST, KL_TOKENS = 6, (0, 4096, 8192)  # blocks that are quantized where divergences are measured; 0: all
+DIVERGENCES = {"texts": "text/kl", "answers": "answers/path"}
 
 
 def measure(args: Namespace) -> dict[str, Any]:
@@ -115,8 +118,11 @@ def measure(args: Namespace) -> dict[str, Any]:
     }
 
 
-def divergences(args: Namespace) -> list[dict[str, Any]]:
-    """Nats by which the model diverges on each text with its first blocks quantized, for each number of tokens."""
+def divergences(args: Namespace) -> dict[str, Any]:
+    """Nats by which the model diverges with its first blocks quantized, on each text and each answer about an image.
+
+    For each number of tokens as many calibrations as `--seeds`: each has its own samples and its own draw of their tokens.
+    """
     import teacher_forcing
     from weight_methods import FORMATS, METHODS
     from weights_bench import Bench
@@ -125,16 +131,17 @@ def divergences(args: Namespace) -> list[dict[str, Any]]:
     from vlmcompress.recipe import resolve
 
     work = args.work.resolve()
-    settings = Namespace(work=work, samples=args.samples, questions=0, paragraphs=24)
+    settings = Namespace(work=work, samples=args.samples, questions=args.questions, paragraphs=24)
     bench, results = Bench(args.model.resolve(), "validation", settings), []
-    for tokens in KL_TOKENS:
-        keys = bench.recipe_keys(work / "checkpoint", 0) | METHODS[args.scheme].recipe_in(FORMATS["W4 g64"])
+    for seed, tokens in itertools.product(range(args.seeds), KL_TOKENS):
+        keys = bench.recipe_keys(work / "checkpoint", seed) | METHODS[args.scheme].recipe_in(FORMATS["W4 g64"])
         keys["calibrate"] |= {"tokens": tokens}
         quantize(resolve(keys | {"skip": [rf"layers\.(?![0-{FIRST - 1}]\.)"]}).recipe, overwrite=True, restart=True)
         measures = bench.measure(teacher_forcing.load_quantized(work / "checkpoint", bench.plain))
-        results.append({"tokens": tokens, "kl": measures["text/kl"].tolist()})
+        row = {name: [float(f"{x:.5g}") for x in measures[key].tolist()] for name, key in DIVERGENCES.items()}
+        results.append({"seed": seed, "tokens": tokens} | row)
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    return results
+    return {"images": numbered([about(sample) for sample in bench.questions]).tolist(), "rows": results}
 
 
 def render(measured: dict[str, Any]) -> str:
@@ -156,14 +163,21 @@ def render(measured: dict[str, Any]) -> str:
         ]
         expected = tokens / (tokens - inputs) / (every / (every - inputs))
         lines.append(f"| {tokens / inputs:.1f} | {tokens:,}, {inputs:,} | {' | '.join(cells)} | {expected:.2f} |")
-    first, *rest = (torch.tensor([row["kl"]], dtype=torch.float64) for row in measured["kl"])
-    ratios = [ratio(kl, first, torch.arange(first.shape[1])) for kl in rest]
-    pairs = zip(KL_TOKENS[1:], ratios, strict=True)
-    parts = [f"with {tokens:,} {x['ratio']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for tokens, x in pairs]
+    kl = {
+        (name, tokens): torch.tensor([row[name] for row in measured["kl"]["rows"] if row["tokens"] == tokens])
+        for name, tokens in itertools.product(DIVERGENCES, KL_TOKENS)
+    }
+    texts, answers = (kl[name, 0].shape[1] for name in DIVERGENCES)
+    clusters = {"texts": torch.arange(texts), "answers": torch.tensor(measured["kl"]["images"])}
     lines += [
         "",
-        f"KL on {first.shape[1]} texts with {FIRST} blocks quantized, against that with all tokens: {', '.join(parts)}.",
+        f"| tokens | KL of {texts} texts | KL of {answers} answers about images |",
+        "|---:|---:|---:|",
     ]
+    for tokens in KL_TOKENS[1:]:
+        ratios = [ratio(kl[name, tokens], kl[name, 0], clusters[name]) for name in DIVERGENCES]
+        cells = [f"{x['ratio']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for x in ratios]
+        lines.append(f"| {tokens:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -176,7 +190,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--kl", action="store_true", help="measure divergences on texts instead")
+    parser.add_argument(
+        "--questions", type=int, default=120, help="of a kind about images, where divergences are measured"
+    )
+    parser.add_argument("--kl", action="store_true", help="measure divergences on texts and answers instead")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if args.kl:

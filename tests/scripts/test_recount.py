@@ -28,7 +28,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.mark.parametrize("table", ["accuracy", "boxes", "pages", "clips", "photo", "weights"])
+@pytest.mark.parametrize("table", ["accuracy", "boxes", "pages", "clips", "photo", "mixed", "weights"])
 def test_stored_figures_are_those_of_their_questions(table, printed) -> None:
     code, counts = printed(table)
     assert (code, counts["differ"]) == (0, 0) and counts["rows"] > 2

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcompress.engines import Answer, Engine, EngineSettings, Job, Refusals, Request, Run, first_tokens
-from vlmcompress.utils import json_files, model_folder
+from vlmcompress.utils import model_folder
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.folders import temporary_folder, torch_cache
 from vlmcompress.utils.messages import note
@@ -140,15 +140,12 @@ class Local(Engine):
 
     def _takes_shares(self, model: Path) -> bool:
         """Whether requests may set the share of visual tokens of a checkpoint here."""
-        from vlmcompress.reduction import block as reducer_block
+        from vlmcompress.reduction.block import takes_shares
         from vlmcompress.reduction.choice import parse_reducer
 
-        if not self.shares:
-            return False
         if self.reduce:
-            return "keep" in parse_reducer(self.reduce).set_by_requests
-        carried = reducer_block.read_reducer(json_files.read(model / "config.json"))
-        return carried is not None and "keep" in carried.reducer.set_by_requests
+            return self.shares and "keep" in parse_reducer(self.reduce).set_by_requests
+        return self.shares and takes_shares(model)
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: EngineSettings) -> Generator[dict]:
         job = {

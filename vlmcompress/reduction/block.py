@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmcompress.reduction import choice
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.support import PREFIX
+from vlmcompress.utils import json_files
 from vlmcompress.utils.errors import UserError
 
 if TYPE_CHECKING:  # whose modules import torch
@@ -92,6 +94,12 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
     if count and not reducer.takes_count:
         raise UserError(f"{_WHERE}.count is there but '{reducer.method}' takes none; export it again")
     return CarriedReducer(block["model_type"], reducer, count)
+
+
+def takes_shares(folder: Path) -> bool:
+    """Whether a checkpoint carries a reducer whose share of visual tokens requests may set. UserError as `read_reducer`."""
+    carried = read_reducer(json_files.read(folder / "config.json"))
+    return carried is not None and "keep" in carried.reducer.set_by_requests
 
 
 def _require_thresholds(reducer: ReducerChoice, where: str, remedy: str) -> None:

@@ -57,6 +57,16 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data.jsonl"
 
 
+def test_each_request_has_its_rows_share(data: Path, tmp_path: Path) -> None:
+    """`keep` stays with its question however rows are drawn; data without it set none."""
+    assert open_prompts(data, tmp_path, tmp_path, 3, seed=0).keep == ()
+    rows = [{"image": f"{number}.png", "question": f"{number}", "keep": number / 4} for number in range(2)]
+    (tmp_path / "shares.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = open_prompts(tmp_path / "shares.jsonl", tmp_path, tmp_path, 5, seed=1)
+    texts = [turns[0]["content"][-1]["text"] for turns in prompts.conversations]
+    assert [float(text) / 4 for text in texts] == list(prompts.keep) and set(texts) == {"0", "1"}
+
+
 def test_few_rows_are_used_again_with_their_own_questions(data: Path, tmp_path: Path) -> None:
     prompts = open_prompts(data, tmp_path, tmp_path, 7, seed=0)
     assert prompts.images == 1 and len(prompts.conversations) == 7

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from vlmcompress.cli import main
 from vlmcompress.engines.vllm.serve import vllm_server
@@ -15,6 +16,8 @@ from vlmcompress.evaluation.speed import client, counters, serving
 from vlmcompress.evaluation.speed.client import parse_load
 from vlmcompress.evaluation.speed.prompts import open_prompts
 from vlmcompress.evaluation.speed.runs import run
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import resolve
 from vlmcompress.utils.errors import UserError
 
 MODEL = Path("eval/demo/demo-llava")
@@ -85,6 +88,20 @@ def test_caches_show_in_the_counters(quick_engines, monkeypatch) -> None:
     outcomes, _ = serving.burst(plan, "candidate", running, 0, lambda *_: None)
     with pytest.raises(UserError, match="answered none of 6 requests, the first failed with .*Connect"):
         serving.require_work(plan, running, outcomes, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_requests_set_their_shares(tmp_path: Path, quick_engines) -> None:
+    """A candidate whose reducer takes shares counts the tokens that each row asks for, and its original all of them."""
+    reducer = "coverage:0.5,keep_max=1"
+    quantize(resolve({"model": str(MODEL), "out": str(tmp_path / "out"), "scheme": "none", "reduce": reducer}).recipe)
+    Image.new("RGB", (80, 80), "red").save(tmp_path / "red.png")
+    rows = [{"image": "red.png", "question": f"{keep}?", "answer": "", "keep": keep} for keep in (0.25, 1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    bench = run(tmp_path / "out", MODEL, data=tmp_path / "rows.jsonl", load="closed:3", requests=3, repeats=1).bench
+    assert bench is not None
+    assert [record.visual_tokens for record in bench.runs] == [3 * TOKENS, round(TOKENS / 4) + TOKENS + 9]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import logging
 from pathlib import Path
@@ -22,7 +23,14 @@ from vlmcompress.utils.errors import UserError
 
 def rows(count: int) -> list[dict]:
     return [
-        {"id": f"r{i}", "image": [file_of(picture(8, 6, i))], "question": f"q{i}", "answer": f"a{i}", "family": "f"}
+        {
+            "id": f"r{i}",
+            "image": [file_of(picture(8, 6, i))],
+            "question": f"q{i}",
+            "answer": f"a{i}",
+            "family": "f",
+            "keep": i / 8,
+        }
         for i in range(count)
     ]
 
@@ -52,6 +60,7 @@ def test_all_sources_agree(tmp_path):
     saved = tmp_path / "saved"
     features = datasets.Features(
         {**{k: datasets.Value("string") for k in ("id", "question", "answer", "family")}, "image": datasets.Image()}
+        | {"keep": datasets.Value("float64")}
     )
     flat = [{**row, "image": {"bytes": row["image"][0], "path": None}} for row in table]
     datasets.Dataset.from_list(flat, features=features).save_to_disk(saved)
@@ -59,7 +68,13 @@ def test_all_sources_agree(tmp_path):
     json_lines(tmp_path / "list.jsonl", table)
     lines = (tmp_path / "list.jsonl").read_text().splitlines()
     listed.write_text(f"[{','.join(filter(None, lines))}]")
+    read = [json.loads(line) for line in filter(None, lines)]
+    with (tmp_path / "rows.csv").open("w") as file:
+        writer = csv.DictWriter(file, read[0])
+        writer.writeheader()
+        writer.writerows(read)
     sources = [json_lines(tmp_path / "rows.jsonl", table), parquet(tmp_path / "rows.parquet", table), saved, listed]
+    sources.append(tmp_path / "rows.csv")
     loaded = [load_samples(source, samples=4, seed=1) for source in sources]
     for samples in loaded:
         assert ids(samples) == ids(loaded[0]) and len(samples) == 4
@@ -67,6 +82,7 @@ def test_all_sources_agree(tmp_path):
         for sample in samples:
             number = int(sample.id[1:])
             assert (sample.question, sample.answer, sample.family) == (f"q{number}", f"a{number}", "f")
+            assert sample.keep == number / 8
             assert (np.asarray(sample.images[0]) == np.asarray(picture(8, 6, number))).all()
 
 

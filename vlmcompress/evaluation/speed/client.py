@@ -109,9 +109,11 @@ class Outcome:
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-def encode_request(model: str, messages: list[dict[str, Any]], out_tokens: int, llama_cpp: bool = False) -> bytes:
+def encode_request(
+    model: str, messages: list[dict[str, Any]], out_tokens: int, *, llama_cpp: bool = False, keep: float | None = None
+) -> bytes:
     """Encode the body of a request for exactly `out_tokens` greedy tokens, streamed with running usage, which has another name
-    in llama.cpp."""
+    in llama.cpp. `keep`: the share of visual tokens that the reducer keeps; None: its own."""
     body = {
         "model": model,
         "messages": messages,
@@ -121,7 +123,8 @@ def encode_request(model: str, messages: list[dict[str, Any]], out_tokens: int, 
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    return json.dumps(body | ({"timings_per_token": True} if llama_cpp else {})).encode()
+    body |= {"timings_per_token": True} if llama_cpp else {}
+    return json.dumps(body | ({} if keep is None else {"mm_processor_kwargs": {"keep": keep}})).encode()
 
 
 def send(

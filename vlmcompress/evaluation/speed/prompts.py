@@ -29,6 +29,7 @@ class Prompts:
     Attributes:
         source: description of the source.
         conversations: one for each request.
+        keep: the share, or number, of visual tokens of each request, for sides whose reducer takes it; None: its own.
         images: the maximum number of images in a conversation.
         size: (width, height) of all images; None: they have different sizes.
     """
@@ -37,6 +38,7 @@ class Prompts:
     conversations: list[Messages] = field(repr=False)
     images: int = 1
     size: tuple[int, int] | None = None
+    keep: tuple[float | None, ...] = ()
 
 
 def open_prompts(
@@ -70,13 +72,15 @@ def open_prompts(
         raise UserError(f"{source}: no row has an image; give --data with some")
     random.Random(seed).shuffle(with_images)
     conversations = []
-    for sample in islice(cycle(with_images), requests):
+    drawn = list(islice(cycle(with_images), requests))
+    for sample in drawn:
         parts = (_part(image.resize(size or image.size, Image.Resampling.LANCZOS)) for image in sample.images)
         turns = sample.prompt()
         for turn in turns:
             turn["content"] = [next(parts) if part["type"] == "image" else part for part in turn["content"]]
         conversations.append(turns)
-    return Prompts(hub.display_path(source), conversations, max(len(sample.images) for sample in with_images), size)
+    most, keep = max(len(sample.images) for sample in with_images), tuple(sample.keep for sample in drawn)
+    return Prompts(hub.display_path(source), conversations, most, size, keep if any(keep) else ())
 
 
 def _part(image: Image.Image) -> dict[str, Any]:

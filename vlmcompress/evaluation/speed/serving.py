@@ -30,6 +30,7 @@ from vlmcompress.evaluation.speed import client, counters, measure
 from vlmcompress.evaluation.speed.client import Load, Outcome
 from vlmcompress.evaluation.speed.counters import Counters
 from vlmcompress.evaluation.speed.prompts import Prompts
+from vlmcompress.reduction.block import takes_shares
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress
 
@@ -134,9 +135,11 @@ def burst(
     """Send a burst, encoded before the clock starts. Each repeat draws new arrivals of an open load; None is the warm-up, with
     eight clients."""
     of_llama_cpp = plan.in_llama_cpp(side)
+    takes = bool(plan.prompts.keep) and not of_llama_cpp and takes_shares(plan.paths[side])
+    keep = plan.prompts.keep if takes else [None] * len(plan.prompts.conversations)
     bodies = [
-        client.encode_request(running.name, messages, plan.out_tokens, of_llama_cpp)
-        for messages in plan.prompts.conversations
+        client.encode_request(running.name, messages, plan.out_tokens, llama_cpp=of_llama_cpp, keep=share)
+        for messages, share in zip(plan.prompts.conversations, keep, strict=True)
     ]
     label = f"{side}: warming up" if repeat is None else f"{side} {repeat + 1}/{plan.repeats}"
     return client.send(

@@ -62,6 +62,7 @@ _ALL = {
     "prompt",
     "options",
     "input",
+    "keep",
 }
 _MEDIA_COLUMN = re.compile(r"(img|image|pic|photo|video|frame|file_?name)", re.IGNORECASE)
 """Prefixes of names of columns that probably hold images or videos but are not read."""

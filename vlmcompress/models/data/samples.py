@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -305,6 +306,10 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
         raise BadSample(
             f"{origin}: a text of it is no Unicode (half of a surrogate pair); write it again, or drop the row"
         )
+    keep = row.get("keep")
+    if isinstance(keep, str):  # of a table of text; what is no number stays, for the engine to refuse
+        with contextlib.suppress(ValueError):
+            keep = float(keep)
     return Sample(
         id=identity,
         images=LazyImages(sources["image"], origin),
@@ -315,7 +320,7 @@ def to_sample(row: dict[str, Any], identity: str, *, origin: str, folder: Path) 
         origin=origin,
         videos=tuple(sources["video"]),
         references=tuple(row.get("references") or ()),
-        keep=row.get("keep"),
+        keep=keep,
     )
 
 
