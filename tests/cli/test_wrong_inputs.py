@@ -274,7 +274,7 @@ quantize internvl -o new --format openvino --scheme rtn: max_patches 12
 quantize qwen2_vl -o new --format gguf --scheme int8: activations
 quantize qwen2_vl -o new --format gguf --scheme rtn --reduce divprune:0.5: llama.cpp
 quantize qwen -o new --format gguf --scheme rtn: 112
-quantize glm4v -o new --format gguf --scheme rtn: glm4v
+quantize granite4_vision -o new --format gguf --scheme rtn: granite4-vision
 quantize qwen -o new --format mlx --scheme rtn --group-size 16: group_size 16
 quantize qwen -o new --format mlx --scheme none --reduce dart:0.5: coverage divprune
 quantize llava_next -o new --format mlx --scheme rtn: LlavaNextForConditionalGeneration

@@ -154,8 +154,8 @@ def test_quantized_tensors_are_the_codes_times_their_scales(family, scheme, tmp_
 @pytest.mark.parametrize("family", ["qwen3-5", pytest.param("qwen3-5-moe", marks=pytest.mark.slow)])
 def test_drafts_of_an_mtp_head_are_those_of_its_weights(family, tmp_path):
     """llama.cpp drafts with the head that stands in the file: answers stay, and as many drafts are accepted as the head
-    computed with transformers has right. At a prompt's first token llama.cpp's head sees the request before, so that not all
-    prompts agree; with a tensor of another place two do."""
+    computed with transformers has right. llama.cpp's counts change with the request before, so that not all prompts agree;
+    with a tensor of another place two do."""
     source = for_llamacpp(family, mtp_oracle.few_answers(family, tmp_path / "source", **VARIANTS[family]))
     assert main(["quantize", str(source), "--scheme", "none", "--format", "gguf", "-o", str(tmp_path / "out")]) == 0
     plain, drafting = (completed(tmp_path / "out", mtp_oracle.PROMPTS, 40, draft) for draft in (0, 1))
