@@ -243,6 +243,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("earlier", "searches"),
         ("earlier", "smaller"),
         ("earlier", "weighting"),
+        ("earlier", "echo"),
         ("earlier", "token_weights"),
     ],
 )
