@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +192,24 @@ def test_quantized_folders_answer_as_the_same_codes_in_transformers(tmp_path):
     run = mlx.ENGINE.answer(folders[0], requests, media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "mlx" and run.engine["restarts"] == 0
     check_equal(run.answers, answers(hf, folders[1], tmp_path, requests))
+
+
+def test_requests_set_their_shares(tmp_path):
+    """A share, all tokens, a number of tokens, and none after one that set it; what is out of range is refused alone."""
+    source, folder = floats(FAST, tmp_path / "source"), tmp_path / "mlx"
+    reduce = "coverage:0.5,keep_max=0.9"
+    assert (
+        main(["quantize", str(source), "--scheme", "none", "--format", "mlx", "--reduce", reduce, "-o", str(folder)])
+        == 0
+    )
+    shares = [0.25, None, 0.9, 5, 1, math.nan]
+    pictures = questions(tmp_path, [(112, 84), (168, 140)], count=len(shares))
+    requests = [replace(request, keep=keep) for request, keep in zip(pictures, [*shares, None], strict=True)]
+    run = mlx.ENGINE.answer(folder, requests, media=tmp_path, settings=replace(SETTINGS, refusals=2))
+    refused = [run.answers[str(index)].refused for index in (4, 5)]
+    assert all("'keep' must be a share above 0 and at most 0.9" in str(reason) for reason in refused)
+    requests = [request for request in requests if request.id not in ("4", "5")]
+    check_equal(run.answers, answers(hf, source, tmp_path, requests, reduce))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ ENGINE = Local(
     module=Path(__file__).with_name("mlx_worker.py"),
     interpreter=interpreter,
     advice=ADVICE,
+    shares=True,
 )
 
 

@@ -17,8 +17,9 @@ import math
 import numpy as np
 
 MROPE = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # ...ForConditionalGeneration
-CLASSES = (*MROPE, "Idefics3", "InternVL", "Llava", "SmolVLM")
-# "temperature", which has one value: of earlier checkpoints; "keep_max": for requests to vLLM
+TILED = ("Idefics3", "InternVL", "SmolVLM")
+CLASSES = (*MROPE, "Llava", *TILED)
+# "temperature", which has one value: of earlier checkpoints; "keep_max": for requests
 OPTIONS = ("method", "keep", "keep_max", "temperature", "window")
 TEMPERATURE = 0.2
 
@@ -133,10 +134,25 @@ def problem(config: dict) -> str:
     return f"in MLX the reducer {reduce['method']} has no option {odd[0]}" if odd else ""
 
 
+def requested(keep, config: dict) -> float:
+    """Check the share, or number of tokens, that a request sets for its images. ValueError if it may not set it."""
+    most = ((config.get("vlmcompress") or {}).get("reduce") or {}).get("keep_max")
+    if most is None:
+        raise ValueError("the reducer has no 'keep_max', up to which requests may set 'keep'; leave it out")
+    if type(keep) not in (int, float) or not (0 < keep <= most or (1 < keep <= 10**6 and keep == int(keep))):
+        raise ValueError(
+            f"'keep' must be a share above 0 and at most {most:g}, or a number of tokens from 2, got {keep!r:.80}"
+        )
+    if keep > 1 and name_of(config) in TILED:
+        raise ValueError(f"{name_of(config)} cuts images into tiles; set 'keep' to a share here")
+    return keep
+
+
 def attach(model, config: dict) -> None:
     """Have a loaded model apply the reducer of its config.json, if there is one.
 
-    `model.dropped` is the number of tokens that the last prompt lost, `model.stayed` the indices of the others.
+    `model.dropped` is the number of tokens that the last prompt lost, `model.stayed` the indices of the others. `model.keep` is
+    the share, or number, of an image's tokens that the next prompts keep; None: the reducer's own.
     """
     import mlx.core as mx
 
@@ -170,7 +186,9 @@ def attach(model, config: dict) -> None:
         parent = np.arange(len(rows))
         for grid in grids(len(places), kwargs.get("image_grid_thw")):
             image = places[start : start + math.prod(grid)]
-            choice = method(rows[image], grid, options)
+            share = options.get("keep") if model.keep is None else model.keep
+            share = min(share / len(image), options["keep_max"]) if share and share > 1 else share
+            choice = method(rows[image], grid, options | ({} if share is None else {"keep": share}))
             parent[image] = np.where(choice < 0, -1, image[choice])
             start += len(image)
         stayed = np.flatnonzero(parent == np.arange(len(rows)))
@@ -201,7 +219,7 @@ def attach(model, config: dict) -> None:
 
         return rotated
 
-    model.get_input_embeddings, model.stayed, model.dropped = reduced, None, 0
+    model.get_input_embeddings, model.stayed, model.dropped, model.keep = reduced, None, 0, None
     for layer in () if name_of(config) in MROPE else model.language_model.layers:
         key = "rope" if hasattr(layer.self_attn, "rope") else "rotary_emb"
         setattr(layer.self_attn, key, rotation(getattr(layer.self_attn, key)))

@@ -62,6 +62,7 @@ class Engine:
             remedy = "" if "quantization" in config else "; write it by vlmcompress export --format mlx"
             raise ValueError(f"{' '.join(str(error).split())[:300]}{remedy}") from error
         reducers["attach"](self.model, config)
+        self.requested = lambda keep: reducers["requested"](keep, config)
         if settings["dtype"] != "auto":
             self.model.set_dtype(getattr(mx, settings["dtype"]))
         self.media = Path(job["media"])
@@ -76,6 +77,7 @@ class Engine:
 
         prompt, images = self.prompt(request["messages"])
         tokenizer = self.processor.tokenizer
+        self.model.keep = None if request["keep"] is None else self.requested(request["keep"])
         if images:
             encoded = self.processor(text=[prompt], images=images, return_tensors="mlx")
             inputs = {name: mx.array(value) if hasattr(value, "dtype") else value for name, value in encoded.items()}
