@@ -1,9 +1,8 @@
 """mlx-vlm drafts with a folder's MTP head, in a process of its own: importing its models changes transformers' `AutoProcessor`.
 
-    python -m tests.kit.mlx_drafts FOLDER [OTHER]
+    python -m tests.kit.mlx_drafts FOLDER
 
 Prints JSON: for each of `PROMPTS` the tokens without drafts and with them, and the numbers of drafted and accepted tokens.
-OTHER is loaded before that.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from mlx_vlm.speculative.drafters import load_drafter
 from tests.kit.mtp_oracle import PROMPTS
 
 
-def main(folder: str, *others: str) -> None:
-    for other in others:
-        mlx_vlm.load(other)
+def main(folder: str) -> None:
     model, processor = mlx_vlm.load(folder)
     draft, kind = load_drafter(folder)
     options = {"draft_model": draft, "draft_kind": kind, "draft_block_size": 2}
@@ -41,4 +38,4 @@ def main(folder: str, *others: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
