@@ -348,7 +348,8 @@ def built(place: Place) -> dict[str, Any]:
                     (place.work / "store").unlink(missing_ok=True)
                     init_distributed_environment(1, 0, f"file://{place.work}/store", 0, "gloo")
                     initialize_model_parallel(1, 1, backend="gloo")
-                with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                dtype: Any = config.model_config.dtype  # a name is resolved by now
+                with set_default_torch_dtype(dtype), torch.device("meta"):
                     model = initialize_model(config)
         except Exception as error:
             what = "wrong" if name not in FORMATS or _expected(machine, name)[1] else "refused"  # as the target says
@@ -392,7 +393,8 @@ def _pretend(capability: str, libraries: Path, work: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", driver, source], check=True)
     ctypes.CDLL(str(driver), ctypes.RTLD_GLOBAL)
     # vllm/triton_utils/importing.py leaves Triton out unless one driver is active.
-    triton.backends.backends["nvidia"].driver.is_active = staticmethod(lambda: True)  # type: ignore[method-assign]
+    nvidia: Any = triton.backends.backends["nvidia"].driver
+    nvidia.is_active = staticmethod(lambda: True)
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
