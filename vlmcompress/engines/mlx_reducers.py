@@ -186,9 +186,11 @@ def attach(model, config: dict) -> None:
         parent = np.arange(len(rows))
         for grid in grids(len(places), kwargs.get("image_grid_thw")):
             image = places[start : start + math.prod(grid)]
-            share = options.get("keep") if model.keep is None else model.keep
-            share = min(share / len(image), options["keep_max"]) if share and share > 1 else share
-            choice = method(rows[image], grid, options | ({} if share is None else {"keep": share}))
+            settings = options
+            if model.keep is not None:
+                share = model.keep / len(image) if model.keep > 1 else model.keep
+                settings = options | {"keep": min(share, options["keep_max"])}
+            choice = method(rows[image], grid, settings)
             parent[image] = np.where(choice < 0, -1, image[choice])
             start += len(image)
         stayed = np.flatnonzero(parent == np.arange(len(rows)))

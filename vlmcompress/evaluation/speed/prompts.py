@@ -80,7 +80,9 @@ def open_prompts(
             turn["content"] = [next(parts) if part["type"] == "image" else part for part in turn["content"]]
         conversations.append(turns)
     most, keep = max(len(sample.images) for sample in with_images), tuple(sample.keep for sample in drawn)
-    return Prompts(hub.display_path(source), conversations, most, size, keep if any(keep) else ())
+    return Prompts(
+        hub.display_path(source), conversations, most, size, keep if any(share is not None for share in keep) else ()
+    )
 
 
 def _part(image: Image.Image) -> dict[str, Any]:
