@@ -188,10 +188,10 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
     with phase("gradients"):
         if "gradient" in method.needs.statistics:
             sensitivities = kept_sensitivities(work, vlm, blocks, samples, progress)
-    # Searches that run blocks of the unquantized model: smoothing scales by (block, group), and clipping ranges.
+    # Smoothing scales by (block, group), from a search that runs blocks of the unquantized model.
     scales: Mapping[tuple[int, str], Tensor] = {}
     with phase("searching"):
-        if "block_scales" in method.needs.searches:
+        if method.needs.block_scales:
             from vlmcompress.quantization.calibration.block_search import search_blocks
 
             experts = run.recipe.calibrate.all_experts
@@ -199,10 +199,6 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
                 vlm, blocks, samples, method, sensitivities, all_experts=experts, progress=progress
             )
             scales = {key: candidates.best for key, candidates in searched.items()}
-        if "ranges" in method.needs.searches:
-            from vlmcompress.quantization.calibration import block_clip
-
-            method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
     # "gradient" is not a statistic of inputs and was read above. Added are, if inputs are rounded, "absmax", with which the
     # rows are kept that this rounding's error is measured on; and the Gram matrix for errors that the held-out samples do not
     # show: of a modality that they lack, or of an expert, as none of them may be routed to it.
@@ -331,12 +327,11 @@ def write_checkpoint(run: Run) -> dict[str, Any]:
     """Write OUT from the finished blocks of a run, and layers that are rounded now, and return its manifest."""
     plan, recipe = run.plan, run.recipe
     extra_files: dict[str, Mapping[str, Any] | bytes] = {}
-    settings: Mapping[str, Any] = {}
+    setting = None
     if recipe.resize:
         processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
         setting = resizing.choose_setting(plan.source.spec, processor, recipe.resize)
         extra_files |= resizing.setting_files(recipe.inputs_folder, setting)
-        settings = setting.config
     if recipe.reduce:
         if recipe.reduce.reducer.scorer:
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
@@ -366,7 +361,7 @@ def write_checkpoint(run: Run) -> dict[str, Any]:
         shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in schemes},
         exporter=recipe.exporter,
         layers=plan.layers,
-        config=written_config(plan.source, schemes, recipe.reduce, run.counter, settings),
+        config=written_config(plan.source, schemes, recipe.reduce, run.counter, setting),
         manifest=manifest,
         extra_files=extra_files,
         shard_size=recipe.shard_size,
