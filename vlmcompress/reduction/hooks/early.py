@@ -63,9 +63,7 @@ class Early(Attachment):
             return None
         self.reduced_units = []
         images = enumerate(zip(units, args[0], strict=True))
-        results = self._decide(
-            units, [self._signals(unit, number, features, None) for number, (unit, features) in images]
-        )
+        results = self._decide(units, [self._signals(unit, number, features) for number, (unit, features) in images])
         rows = [result.apply(features) for result, features in zip(results, args[0], strict=True)]
         return (torch.stack(rows), *args[1:]), kwargs
 

@@ -175,4 +175,6 @@ class ReducedQwen(OriginalPositions):
         """Numbers of tokens in encoder and projector, which process the full image."""
         if mm_kwargs is not None:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
-        return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)
+        return super().get_mm_lora_token_counts(  # type: ignore[misc]
+            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+        )
