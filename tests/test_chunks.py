@@ -26,7 +26,6 @@ from vlmcompress.numerics.statistics import inputs as gram_matrices
 from vlmcompress.numerics.statistics.collect import Collector
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.numerics.statistics.tokens import Reservoir
-from vlmcompress.quantization.calibration import entropy
 from vlmcompress.quantization.calibration.solve import BlockResult, QuantMethod, solve_block
 from vlmcompress.quantization.schemes import REGISTRY, _columns, _ranges, awq, gptq, gptq_plus
 from vlmcompress.utils import json_files, tensor_files
@@ -295,15 +294,6 @@ def test_rows_that_are_rounded(rows, one_thread):
 
     whole, parts = in_pieces(codes, _ROWS=(_columns, PIECE), _ALIGNED=(_columns, 3))
     assert (whole != parts).any(1).sum() <= 1
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("tokens", SIZES[1:])
-def test_tokens_of_an_entropy(tokens, before, generator):
-    """Where a batch of tokens ends changes nothing but the order of sums."""
-    x, y = torch.randn(2, tokens, 3, generator=generator)
-    whole, parts = in_pieces(lambda: entropy.conditional_entropy(y if before else None, x), _ROWS=(entropy, PIECE))
-    assert parts == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", rotation.KINDS)

@@ -236,18 +236,6 @@ def test_nan_and_inf_are_refused(bad, fmt):
         find_params(w, fmt)
 
 
-def test_ratio_clips_the_range():
-    """Half the range: half the step, the largest value clamped to the edge of the codes."""
-    w = weights()
-    full, _ = find_params(w, INT4, max_code=7.5)
-    half, _ = find_params(w, INT4, ratio=0.5, max_code=7.5)
-    torch.testing.assert_close(half, full / 2)
-    per_group = torch.ones_like(full)
-    per_group[2, 1] = 0.5
-    mixed, _ = find_params(w, INT4, ratio=per_group, max_code=7.5)
-    assert torch.equal(mixed[2, 1], half[2, 1]) and torch.equal(mixed[3], full[3])
-
-
 def test_dequantize_in_bfloat16_is_what_a_kernel_computes():
     """code * scale in bfloat16 (exact operands, one rounding) equals the float32 product rounded to bfloat16."""
     qt = round_to_nearest(weights(), INT4, scale_dtype=torch.bfloat16)

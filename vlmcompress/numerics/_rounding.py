@@ -23,19 +23,16 @@ def find_params(
     fmt: Format,
     *,
     scale_dtype: torch.dtype = torch.float32,
-    ratio: float | Tensor = 1.0,
     importance: Tensor | None = None,
     max_code: float | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Find the scale and zero point that cover `ratio` of the range of each group of `w`.
+    """Find the scale and zero point that cover the range of each group of `w`.
 
     Args:
         w: `[out, in]`, any float dtype.
         fmt: the format to fit.
         scale_dtype: dtype the scale is stored in; ignored for NVFP4, MXFP4 and MXFP8.
-        ratio: at most 1; a smaller one clips the largest values for a finer step. A number, or a tensor shaped like the
-            scale.
         importance: weight of a squared error in each column, at least 0: `[in]` (the diagonal of a Gram matrix) or
             `[out, in]`; None: all 1. Columns of weight 0 do not widen a range, unless all columns of the group have weight 0.
         max_code: the code that the largest magnitude of a symmetric group is mapped to; None: the one of `fmt.max_codes` with
@@ -49,7 +46,7 @@ def find_params(
     """
     low, high = find_ranges(w, fmt, importance)
     kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
-    return scale_from_range(w, low.mul_(ratio), high.mul_(ratio), fmt, importance=importance, **kwargs)  # type: ignore[arg-type]
+    return scale_from_range(w, low, high, fmt, importance=importance, **kwargs)  # type: ignore[arg-type]
 
 
 def find_ranges(w: Tensor, fmt: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:

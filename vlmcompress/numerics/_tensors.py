@@ -74,7 +74,6 @@ def round_to_nearest(
     fmt: Format,
     *,
     scale_dtype: torch.dtype = torch.float32,
-    ratio: float | Tensor = 1.0,
     importance: Tensor | None = None,
     max_code: float | None = None,
     global_scale: Tensor | None = None,
@@ -88,7 +87,7 @@ def round_to_nearest(
     if fmt.nvfp4 and global_scale is None:
         global_scale = _fp4.find_global_scale([w])
     kwargs = {"scale_dtype": scale_dtype, "max_code": max_code, "global_scale": global_scale}
-    params = find_params(w, fmt, ratio=ratio, importance=importance, **kwargs)  # type: ignore[arg-type]
+    params = find_params(w, fmt, importance=importance, **kwargs)  # type: ignore[arg-type]
     return quantize_with(w, *params, fmt, global_scale)
 
 

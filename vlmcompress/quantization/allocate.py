@@ -32,15 +32,14 @@ from vlmcompress.utils.schema import Number
 from vlmcompress.utils.work_folder import WorkFolder
 
 _Predicted = TypedDict("_Predicted", {"block": int, "group": str, "errors": dict[str, Number]})
-_Entropy = TypedDict("_Entropy", {"luq": list[Number | None], "qvlm": list[Number | None]})
 
 
 class Facts(TypedDict):
     """What one pass over the unquantized model shows: predicted errors of each group, or of all experts of a block, by width;
-    and the entropy of each block's input by measure, in bits, if the rule reads it (None: a block without linear layers)."""
+    and the entropy of each block's input in bits (None: a block without linear layers), empty if the rule reads none."""
 
     groups: list[_Predicted]
-    entropy: _Entropy | None
+    entropy: list[Number | None]
 
 
 def allocate_bits(plan: Plan, inputs: Inputs, work: WorkFolder, progress: Progress) -> Plan:
@@ -73,7 +72,7 @@ def allocate_bits(plan: Plan, inputs: Inputs, work: WorkFolder, progress: Progre
         key: [GroupOption(budget.sizes[key][name], errors[key][name]) for name in names] for key, names in order.items()
     }
     try:
-        chosen = RULES[recipe.bits.by].decide(candidates, budget.nbytes, facts)
+        chosen = RULES[recipe.bits.by].decide(candidates, budget.nbytes, facts["entropy"])
     except ValueError as error:
         raise UserError(f"bits.by {recipe.bits.by}: {error}") from error
     picked = {key: order[key][index] for key, index in chosen.items()}
@@ -107,7 +106,7 @@ def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers:
     """Run the samples through the unquantized model and predict errors block by block. `answers`: number of answer tokens."""
     recipe, budget = plan.recipe, plan.budget
     assert budget is not None and recipe.bits is not None
-    measured = "entropy" in RULES[recipe.bits.by].needs
+    measured = RULES[recipe.bits.by].reads_entropy
     needs = {"gram"}.union(*(method.needs.statistics for method in (plan.method, *budget.widths.values())))
     spec = CaptureSpec(
         frozenset(needs & STATISTICS),
@@ -118,8 +117,7 @@ def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers:
     names = [{group.name: list(group.linears) for group in groups} for groups in plan.blocks]
     rho = sensitivities(gradients, names) if gradients else {}
     errors: dict[Key, dict[str, float]] = {}
-    entropies = _Entropy(luq=[None] * len(plan.blocks), qvlm=[None] * len(plan.blocks))
-    before = None
+    entropies: list[Number | None] = [None] * len(plan.blocks)
     for layer, captured in capture_blocks(inputs.vlm, plan.blocks, inputs.samples, spec, progress=progress):
         assert captured is not None
         for name, stats in captured.stats.items():
@@ -128,13 +126,10 @@ def _predicted(plan: Plan, inputs: Inputs, gradients: Gradients | None, answers:
             errors[key] = group_errors
         if captured.rows is not None:
             with phase("entropy"):
-                paired = captured.rows[: entropy.PAIRED]
-                entropies["luq"][layer] = entropy.cluster_entropy(captured.rows)
-                entropies["qvlm"][layer] = entropy.conditional_entropy(before, paired)
-                before = paired
+                entropies[layer] = entropy.cluster_entropy(captured.rows)
         progress("predicting", layer + 1, len(plan.blocks))
     groups = [_Predicted(block=layer, group=unit, errors=errors[layer, unit]) for layer, unit in errors]
-    return Facts(groups=groups, entropy=entropies if measured else None)
+    return Facts(groups=groups, entropy=entropies if measured else [])
 
 
 def _block_errors(

@@ -197,10 +197,10 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
     with phase("gradients"):
         if "gradient" in method.needs.statistics:
             sensitivities = kept_sensitivities(work, vlm, blocks, samples, progress)
-    # Searches that run blocks of the unquantized model: smoothing scales by (block, group), and clipping ranges.
+    # Smoothing scales by (block, group), from a search that runs blocks of the unquantized model.
     scales: Mapping[tuple[int, str], Tensor] = {}
     with phase("searching"):
-        if "block_scales" in method.needs.searches:
+        if method.needs.block_scales:
             from vlmcompress.quantization.calibration.block_search import search_blocks
 
             experts = run.recipe.calibrate.all_experts
@@ -208,10 +208,6 @@ def quantize_blocks(run: Run, inputs: Inputs) -> None:
                 vlm, blocks, samples, method, sensitivities, all_experts=experts, progress=progress
             )
             scales = {key: candidates.best for key, candidates in searched.items()}
-        if "ranges" in method.needs.searches:
-            from vlmcompress.quantization.calibration import block_clip
-
-            method = block_clip.search_ranges(vlm, blocks, samples, method, progress)
     # "gradient" is not a statistic of inputs and was read above. Added are, if inputs are rounded, "absmax", with which the
     # rows are kept that this rounding's error is measured on; and the Gram matrix for errors that the held-out samples do not
     # show: of a modality that they lack, or of an expert, as none of them may be routed to it.

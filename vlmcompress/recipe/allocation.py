@@ -17,16 +17,10 @@ the two bounds are close: 320 groups of 5 candidates take under a second. Only w
 choices survive are those with the worst bounds dropped; the result is then within `gap` of the optimum, which
 `solve_knapsack` returns (0 otherwise).
 
-The others use the entropy of activations and no error:
-
-* `luq` (LUQ, arXiv 2509.23729): the blocks whose input has the least entropy get the fewest bits. Entropy is that of the
-  clusters (k-means, K = 100) that a block's normalized input vectors fall into. The paper gives the lowest blocks about 1
-  bit (BiLLM, which no engine runs) and the others 4; here the widths are the largest that fits for all blocks and the next
-  larger one, for as many blocks as the budget allows.
-* `qvlm` (from Q-VLM's proxy, arXiv 2410.08119): blocks whose activations have the least entropy given the block before get the
-  fewest bits. Q-VLM uses that entropy to estimate how strongly a block's error spreads into later blocks, and searches strongly
-  coupled blocks together; the paper does not allocate bits. Ranking by this entropy is our addition, to compare with `luq`
-  and `error`.
+`luq` (LUQ, arXiv 2509.23729) uses the entropy of activations and no error: the blocks whose input has the least entropy get
+the fewest bits. Entropy is that of the clusters (k-means, K = 100) that a block's normalized input vectors fall into. The
+paper gives the lowest blocks about 1 bit (BiLLM, which no engine runs) and the others 4; here the widths are the largest that
+fits for all blocks and the next larger one, for as many blocks as the budget allows.
 """
 
 from __future__ import annotations
@@ -58,13 +52,14 @@ class Rule:
     """A rule.
 
     Attributes:
-        needs: statistics that it reads besides errors, e.g. {"entropy"}.
-        decide: from candidates, a budget in bytes and the facts of statistics, the index of each group's candidate. Raises
-            `Unreachable` for a budget that cannot be met, and ValueError for incomplete facts or candidates.
+        reads_entropy: whether it reads the entropy of the blocks' inputs.
+        decide: from candidates, a budget in bytes and the entropy of each block's input in bits (empty: not measured), the
+            index of each group's candidate. Raises `Unreachable` for a budget that cannot be met, and ValueError for
+            a lacking entropy or candidate.
     """
 
-    needs: frozenset[str]
-    decide: Callable[[Candidates, int, Mapping[str, Any]], dict[Key, int]]
+    reads_entropy: bool
+    decide: Callable[[Candidates, int, Sequence[float | None]], dict[Key, int]]
 
 
 class Unreachable(ValueError):
@@ -175,17 +170,14 @@ def _hull(group: Sequence[GroupOption]) -> list[int]:
     return hull
 
 
-def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], kind: str) -> dict[Key, int]:
+def _by_entropy(candidates: Candidates, budget: int, entropy: Sequence[float | None]) -> dict[Key, int]:
     """Give blocks of the lowest entropy the smallest candidate, and as many others as fit a larger one.
 
     The larger one is the smallest size that does not fit everywhere (the largest, if all fit): with a budget between 3 and 4
     bits that is 2 and 4 bits, as in LUQ. To use the rest of the budget, the first block that cannot get the larger size as a
     whole gets the largest that fits, group by group, followed by the blocks before it.
-
-    Args:
-        facts: `facts["entropy"][kind]` is the entropy of each block, in bits.
     """
-    entropy, layers = facts["entropy"][kind], sorted({layer for layer, _ in candidates})
+    layers = sorted({layer for layer, _ in candidates})
     if lacking := [layer for layer in layers if layer >= len(entropy) or entropy[layer] is None]:
         raise ValueError(f"block {lacking[0]} has no entropy")
     order = sorted(layers, key=lambda layer: (entropy[layer], layer))  # least entropy first: those get the fewest bits
@@ -216,9 +208,7 @@ def _by_entropy(candidates: Candidates, budget: int, facts: Mapping[str, Any], k
     return choice
 
 
-_ENTROPY = frozenset({"entropy"})
 RULES: Mapping[str, Rule] = {
-    "error": Rule(frozenset(), lambda candidates, budget, facts: solve_knapsack(candidates, budget)[0]),
-    "luq": Rule(_ENTROPY, lambda candidates, budget, facts: _by_entropy(candidates, budget, facts, "luq")),
-    "qvlm": Rule(_ENTROPY, lambda candidates, budget, facts: _by_entropy(candidates, budget, facts, "qvlm")),
+    "error": Rule(False, lambda candidates, budget, _entropy: solve_knapsack(candidates, budget)[0]),
+    "luq": Rule(True, _by_entropy),
 }

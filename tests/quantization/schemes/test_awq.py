@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.quant_data import inputs, output_error, statistics, weight
-from vlmcompress.numerics import fake_quantize, find_params, find_ranges, round_to_nearest
+from vlmcompress.numerics import fake_quantize, find_ranges, round_to_nearest, scale_from_range
 from vlmcompress.quantization.schemes import awq, rtn, solve
 
 
 def rounded(w, fmt, scale_dtype, importance, ratio=1.0):
-    return fake_quantize(w, *find_params(w, fmt, scale_dtype=scale_dtype, ratio=ratio, importance=importance), fmt)
+    low, high = (ratio * end for end in find_ranges(w, fmt, importance))
+    return fake_quantize(w, *scale_from_range(w, low, high, fmt, scale_dtype=scale_dtype, importance=importance), fmt)
 
 
 def effective(weights, stats, options, scale_dtype=torch.bfloat16):

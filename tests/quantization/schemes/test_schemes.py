@@ -51,20 +51,19 @@ def test_declares_itself(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "searches"),
+    ("name", "options", "searched"),
     [
-        ("awq", {}, set()),
-        ("mbq", {}, {"block_scales"}),
-        ("mbq", {"objective": "gram"}, set()),
-        ("mbq", {"activations": 8}, {"block_scales"}),
-        ("qvlm", {}, {"ranges"}),
-        ("rtn", {}, set()),
+        ("awq", {}, False),
+        ("mbq", {}, True),
+        ("mbq", {"objective": "gram"}, False),
+        ("mbq", {"activations": 8}, True),
+        ("rtn", {}, False),
     ],
 )
-def test_searches_that_the_model_is_needed_for(name, options, searches):
+def test_scales_that_the_model_is_run_for(name, options, searched):
     method = REGISTRY.get(name)
     needs = method.needs(method.OPTIONS(**options))
-    assert needs.searches == searches and bool(needs.statistics) == (name != "rtn")
+    assert needs.block_scales is searched and bool(needs.statistics) == (name != "rtn")
 
 
 @pytest.mark.parametrize("name", SCHEMES)

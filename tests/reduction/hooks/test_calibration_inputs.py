@@ -94,7 +94,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "gptq", "options": {"group_size": 64}},
     "mbq": {"scheme": "mbq", "options": {"group_size": 32}},
     "mbq gram": {"scheme": "mbq", "options": {"group_size": 32, "objective": "gram"}},
-    "qvlm": {"scheme": "qvlm", "options": {"group_size": 32}},
     "fp8-static": {"scheme": "fp8-static", "kv_cache": "fp8"},
     "bits": {"scheme": "gptq", "options": {"group_size": 32}, "bits": {"budget": 4.6}},
 }

@@ -78,14 +78,10 @@ class Batch:
         """Set the input of the next block."""
         self.hidden = hidden.to(self.home)
 
-    def run_block(
-        self, block: Callable[..., Any], layer: int, device: torch.device, hidden: Tensor | None = None
-    ) -> Tensor:
-        """Run a block on `device`, on the batch's hidden states or on `hidden`; returns the input of the next block."""
+    def run_block(self, block: Callable[..., Any], layer: int, device: torch.device) -> Tensor:
+        """Run a block on `device`; returns the input of the next block."""
         args, kwargs = self.calls[layer]
-        args, kwargs, hidden = tree_map_only(
-            Tensor, lambda tensor: sent(tensor, device), (args, kwargs, self.hidden if hidden is None else hidden)
-        )
+        args, kwargs, hidden = tree_map_only(Tensor, lambda tensor: sent(tensor, device), (args, kwargs, self.hidden))
         output = block(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if (deepstack := self.added[layer]) is not None:

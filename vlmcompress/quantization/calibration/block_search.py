@@ -83,7 +83,7 @@ def search_blocks(
     paths = models.decoder_layers(vlm.model, vlm.spec)
     for layer, path in enumerate(paths):
         block = vlm.model.get_submodule(path)
-        groups = [g for g in blocks[layer] if g.smooth and "block_scales" in method.of(g).needs.searches]
+        groups = [g for g in blocks[layer] if g.smooth and method.of(g).needs.block_scales]
         with resident(block, device), routed_to_all(block) if all_experts else contextlib.nullcontext():
             forward = widened(block)
             # Memory holds the calls of one group's module, or of all experts', which together get few rows of each token. The

@@ -158,7 +158,7 @@ def solve_block(
         chosen = method.of(group)
         if group.name not in mine:
             continue
-        if "block_scales" in chosen.needs.searches:
+        if chosen.needs.block_scales:
             searched[group.name] = Smoothing((scales or {}).get(group.name))
             continue
         group_weights = current(group)

@@ -17,7 +17,6 @@ from vlmcompress.models import Group, Source
 from vlmcompress.quantization.calibration.solve import QuantMethod
 from vlmcompress.quantization.plan.plan import Budget
 from vlmcompress.quantization.plan.problems import shape_problems
-from vlmcompress.quantization.schemes import Search
 from vlmcompress.recipe import Recipe, targets
 from vlmcompress.recipe.allocation import RULES, Key
 from vlmcompress.recipe.recipe import NAMED_WIDTHS, WIDTHS
@@ -82,13 +81,12 @@ def budget_of(
         UserError: a width is not possible, or the budget cannot be met.
     """
     assert recipe.bits is not None
-    if "entropy" in RULES[recipe.bits.by].needs and find_spec("sklearn") is None:
+    if RULES[recipe.bits.by].reads_entropy and find_spec("sklearn") is None:
         raise UserError(
             f"bits.by {recipe.bits.by} needs scikit-learn; pip install '.[compress]' in the checkout of vlmcompress"
         )
     table = widths(recipe)
-    searches: frozenset[Search] = frozenset().union(*(method.needs.searches for method in table.values()))
-    if searches & {"block_scales", "ranges"}:
+    if any(method.needs.block_scales for method in table.values()):
         raise UserError(
             "bits needs predicted errors, which searches that re-run blocks do not have; use gptq, awq or rtn"
         )

@@ -294,7 +294,7 @@ class Plan:
         merge = (vision.get("spatial_merge_size") or 1) ** 2
         pixels = 3 * patch**2 * merge * (vision.get("temporal_patch_size") or 1) * 4 // 2
         experts = text.get("num_experts_per_tok") or text.get("top_k_experts") or 1
-        searched = 4 * tokens * hidden * experts if "block_scales" in self.method.needs.searches else 0
+        searched = 4 * tokens * hidden * experts if self.method.needs.block_scales else 0
         return resident + max(4 * grams, searched) + tokens * (6 * hidden + pixels)
 
     @cached_property

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vlmcompress.numerics import QTensor
 from vlmcompress.numerics.statistics.inputs import GroupStats
-from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 from vlmcompress.utils.registry import SCHEMES as REGISTRY
 
 

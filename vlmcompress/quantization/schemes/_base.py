@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from vlmcompress.numerics import QTensor, Scheme, round_to_nearest
-
-Search = Literal["ranges", "block_scales"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +21,12 @@ class Needs:
         statistics: a subset of {"gram", "absmax", "absmean", "gradient"}: statistics of a group's inputs
             (`statistics.inputs.GroupStats`, with a method of the same name for each), and gradients of the answers' loss;
             empty: the scheme needs no data. A run with data also collects the Gram matrix, to report errors.
-        searches: searches that run the model, before the first block is solved: "block_scales", smoothing scales by the error
-            of the block's output (`calibration.block_search`); "ranges", clipping ranges by the output of several blocks
-            (`calibration.block_clip`).
+        block_scales: smoothing scales from a search by the error of the block's output, which runs the unquantized model
+            before the first block is solved (`calibration.block_search`).
     """
 
     statistics: frozenset[str] = frozenset()
-    searches: frozenset[Search] = frozenset()
+    block_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Quantizer(ABC, Generic[OptionsT]):
         """Number formats of the result; None: weights stay as they are, and `quantize` is never called."""
 
     def needs(self, options: OptionsT) -> Needs:
-        """Statistics and searches that the scheme requires with these options; by default no data."""
+        """What the scheme requires with these options; by default no data."""
         return Needs()
 
     def smooth(

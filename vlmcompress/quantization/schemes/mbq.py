@@ -35,7 +35,7 @@ from typing_extensions import override
 from vlmcompress.numerics import ActFormat, Format, QTensor, Scheme, round_to_nearest, weight_only
 from vlmcompress.numerics.statistics.inputs import GroupStats
 from vlmcompress.quantization.schemes import awq
-from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Search, Smoothing
+from vlmcompress.quantization.schemes._base import Needs, Quantizer, QuantizerOptions, Smoothing
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class Mbq(Quantizer[Options]):
     @override
     def needs(self, options: Options) -> Needs:
         """The Gram matrix and mean magnitudes; with the objective "mae" also the published search by the block's output."""
-        searches: frozenset[Search] = frozenset() if options.objective == "gram" else frozenset({"block_scales"})
-        return Needs(frozenset({"gram", "absmean"}), searches=searches)
+        return Needs(frozenset({"gram", "absmean"}), block_scales=options.objective == "mae")
 
     @override
     def scheme(self, options: Options) -> Scheme:

@@ -26,11 +26,10 @@ from vlmcompress.utils.registry import SCHEMES
 
 SLOW = pytest.mark.slow
 VARIANTS = {
-    **{name: {"scheme": name} for name in SCHEMES.names() if name not in ("none", "qvlm")},
+    **{name: {"scheme": name} for name in SCHEMES.names() if name != "none"},
     "mbq": {"scheme": "mbq", "options": {"objective": "gram"}},
     "mbq-by-mae": {"scheme": "mbq", "options": {"grid": 4}},
     "mbq-of-8-bits": {"scheme": "mbq", "options": {"activations": 8, "bits": 8, "grid": 4}},
-    "qvlm": {"scheme": "qvlm", "options": {"grid": 2, "sweeps": 1}},
 }
 # One with error feedback and all steps, one by block outputs, one with static ranges.
 TYPICAL = {"gptq-plus", "mbq", "fp8-static"}
