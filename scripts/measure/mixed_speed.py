@@ -3,8 +3,8 @@
 
     scripts/measure/mixed_speed.py WORK    # about 30 minutes on two quiet cores; prints a table and one JSON object
 
-A LLaVA of 0.5 B random parameters whose images are 1,024 visual tokens, in LLaVA-1.5's proportions, is sent the test questions of
-demo-llava in their mixture of ten kinds, by `vlmcompress bench`: the original with all tokens and the checkpoint with
+A LLaVA of 0.5 B random parameters whose images are 1,024 visual tokens, in LLaVA-1.5's proportions, is sent demo-llava's test
+questions in their mixture of ten kinds, by `vlmcompress bench`: the original with all tokens and the checkpoint with
 `coverage:0.5,merge=nearest,keep_max=1` in turns. Shares by kind are those of `mixed_traffic.py` (eval/mixed.json).
 """
 
@@ -78,10 +78,23 @@ def rows(work: Path, count: int, shares: dict[str, float]) -> Path:
 def bench(work: Path, model: Path, out: Path, load: tuple[str, int], shares: dict[str, float]) -> dict[str, Any]:
     """The results of one bench."""
     data = rows(work, 200, shares)
-    command = ["bench", str(out), "--baseline", str(model), "--load", load[0], "--requests", str(load[1]), "--data", str(data)]
+    command = [
+        "bench",
+        str(out),
+        "--baseline",
+        str(model),
+        "--load",
+        load[0],
+        "--requests",
+        str(load[1]),
+        "--data",
+        str(data),
+    ]
     command += ["--out-tokens", "16", "--repeats", "3", "--max-model-len", "2400", "--json", "--", "--dtype", "float32"]
     command += ["--max-num-seqs", "16", "--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
-    done = subprocess.run([sys.executable, "-m", "vlmcompress", *command], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmcompress", *command], stdout=subprocess.PIPE, text=True, check=True
+    )
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -97,7 +110,9 @@ def main() -> None:
         command = ["quantize", str(model), "--scheme", "none", "--reduce", REDUCER, "-o", str(out)]
         subprocess.run([sys.executable, "-m", "vlmcompress", *command], check=True)
     measured = [row for row in json.loads((ROOT / "eval/mixed.json").read_text()) if row["model"] == "llava"]
-    policies = {"half, for all": dict.fromkeys(measured[0]["shares"], 0.5)} | {row["recipe"]: row["shares"] for row in measured}
+    policies = {"half, for all": dict.fromkeys(measured[0]["shares"], 0.5)} | {
+        row["recipe"]: row["shares"] for row in measured
+    }
     results: dict[str, Any] = {}
     for name, load in LOADS.items():
         for policy, shares in policies.items():
