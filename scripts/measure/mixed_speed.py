@@ -3,7 +3,7 @@
 
     scripts/measure/mixed_speed.py WORK    # about 30 minutes on two quiet cores; prints a table and one JSON object
 
-A LLaVA of 0.5 B random parameters whose images are 1,024 visual tokens, in LLaVA-1.5's proportions, is sent demo-llava's test
+A LLaVA of 0.13 B random parameters whose images are 1,024 visual tokens, in LLaVA-1.5's proportions, is sent demo-llava's test
 questions in their mixture of ten kinds, by `vlmcompress bench`: the original with all tokens and the checkpoint with
 `coverage:0.5,merge=nearest,keep_max=1` in turns. Shares by kind are those of `mixed_traffic.py` (eval/mixed.json).
 """
@@ -26,12 +26,12 @@ from pyarrow import parquet
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "eval/demo/demo-llava"
 SIDE, PATCH = 32, 14
-TEXT = {"hidden_size": 1024, "intermediate_size": 4864, "num_hidden_layers": 28, "num_attention_heads": 16}
-TEXT |= {"num_key_value_heads": 4, "head_dim": 64}
-VISION = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 13, "num_attention_heads": 6}
+TEXT = {"hidden_size": 512, "intermediate_size": 2432, "num_hidden_layers": 28, "num_attention_heads": 8}
+TEXT |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
+VISION = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 13, "num_attention_heads": 3}
 VISION |= {"patch_size": PATCH, "image_size": PATCH * SIDE}
 REDUCER = "coverage:0.5,merge=nearest,keep_max=1"
-LOADS = {"one client": ("closed:1", 8), "12 clients": ("closed:12", 24)}
+LOADS = {"one client": ("closed:1", 6), "12 clients": ("closed:12", 24)}
 
 
 def build(folder: Path) -> Path:

@@ -78,7 +78,7 @@ def test_inspect_writes_a_picture_and_a_summary(capfd, tmp_path):
         str(tmp_path / "b.jpg"),
     ]
     arguments += ["--question", "what", "-o", str(tmp_path / "new" / "out.png")]
-    arguments += [part for text in ("dart:0.5", "pool:window=1x2", "fastv:0.5,layer=1") for part in ("--reduce", text)]
+    arguments += [part for text in ("dart:0.5", "coverage:0.5", "fastv:0.5,layer=1") for part in ("--reduce", text)]
     assert cli.main([*arguments, "--json"]) == 0
     output = capfd.readouterr()
     data = json.loads(output.out)
