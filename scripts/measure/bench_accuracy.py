@@ -30,7 +30,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,7 @@ WORLD: dict[str, dict] = {
         for name, reduce in (
             *((f"{method} 1/2", f"{method}:1/2") for method in ("random", "divprune")),
             *HALVED.items(),
+            ("pixelprune 0.1", "pixelprune:threshold=0.1"),
         )
     },
     "fp8, coverage 1/2, merged": {"scheme": "fp8", "reduce": HALVED["coverage 1/2, merged"]},
@@ -125,7 +126,7 @@ SKILLED: dict[str, dict] = {
             *((f"{method} {share}", f"{method}:{share}") for method in ("dymu", "visionzip", "resize")),
         )
     },
-    "pixelprune 0.1": {"scheme": "none", "reduce": "pixelprune:threshold=0.1"},
+    "pixelprune 0.1": WORLD["pixelprune 0.1"],
     **{f"{method} 4/5": {"scheme": "none", "reduce": f"{method}:0.8"} for method in ("random", "uniform", "coverage")},
     **PLUS_HALVED,
 }
@@ -438,9 +439,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SKILLS + PICTURES, help="keep the others' rows; default: all")
     parser.add_argument("--recipes", nargs="+", help="the same of recipes; default: all")
     parser.add_argument("--work", type=Path, help="keep checkpoints here, and use those that an earlier call left")
+    parser.add_argument("--dtype", help="of the engines; default: float32 for photo, else the checkpoint's")
     parser.add_argument("--render", action="store_true", help="print the table of the last measurement")
     args = parser.parse_args()
     bench = BENCHES[args.bench]
+    bench = replace(bench, dtype=args.dtype or bench.dtype)
     if absent := set(args.recipes or ()) - set(bench.recipes):
         parser.error(f"no recipe is called {', '.join(absent)}; there are {', '.join(bench.recipes)}")
     if not args.render:
