@@ -423,7 +423,7 @@ MISFITS = {
 """Package -> how a build for another torch ends while it is imported, the reason in our line, and the remedy."""
 
 
-@pytest.mark.parametrize("package", MISFITS)
+@pytest.mark.parametrize("package", ["torchvision", pytest.param("torchaudio", marks=pytest.mark.slow)])
 def test_a_package_for_another_torch_is_named(package, model, tmp_path):
     """transformers imports both where they are installed, and ends with an error of its own class or a library's path."""
     code, reason, remedy = MISFITS[package]

@@ -14,8 +14,8 @@ the other. That is tested as well. In Gemma 3 the remaining tokens of an image a
 
 Logits and hidden states have the reduced length. A batch is padded on the left, or on the right if its input was. Each image
 (each tile in families that tile images) is reduced on its own; videos are not reduced. Caches hold the kept tokens, and can be
-continued only while the reducer that filled them is attached. Query-aware methods see all words of the prompt: if the prompt
-includes an answer (teacher forcing, or generation without a cache) they see the answer as well.
+continued only while the reducer that filled them is attached. Methods within the language model see all words of the prompt: if
+it includes an answer (teacher forcing, or generation without a cache) they see the answer as well.
 """
 
 from vlmcompress.reduction.choice import ReducerChoice
