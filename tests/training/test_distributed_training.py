@@ -99,7 +99,7 @@ def test_a_scorer_is_that_of_one_worker(world, tmp_path):
 def test_a_draft_head_is_that_of_one_worker(engine, world, tmp_path):
     """Three samples a step, held-out ones shared out; the model's answers by each worker's share, or by one's vLLM."""
     extra = ("--engine", engine, "--samples", "24", *("--steps", "6", "--every", "2", "--batch", "3"), "--json")
-    extra += ("--answer-tokens", "8", "--images", "all", "--image-vector")
+    extra += ("--answer-tokens", "8")
     calls = {
         name: ["draft", str(world / "tiny"), *asked(world, tmp_path / name, *extra)[2:]] for name in ("one", "two")
     }
