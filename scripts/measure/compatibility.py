@@ -27,7 +27,7 @@ SCHEMES = ("awq", "gptq", "int8", "fp8", "fp8-static", "w8a16")
 # Those that vLLM's plugin serves for some family, with options that suit towers and decoders of two blocks.
 REDUCERS = (
     *("random:0.5", "uniform:0.5", "dart:0.5", "divprune:0.5", "visionzip:0.5", "vscan:0.5,shallow=1"),
-    *("dymu:0.5", "relevance:0.5"),
+    "dymu:0.5",
 )
 NOT_SHORTER = ("dymu",)  # by what is in the images
 Cell = dict[str, Any]

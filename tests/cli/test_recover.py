@@ -63,7 +63,7 @@ def test_a_recovered_checkpoint_has_all_its_files(models, data, tmp_path, capsys
 
 
 def test_the_student_computes_what_the_reduced_model_generates(models, data):
-    """With every token kept it is the teacher; and a method that asks sees the prompt, not the answer."""
+    """With every token kept it is the teacher; and nothing before the answer sees it."""
     for model in models.values():
         vlm = load(model, dtype=torch.float64)
         batch = encode(load_samples(data, samples=1, seed=0), vlm)[0]
@@ -76,7 +76,7 @@ def test_the_student_computes_what_the_reduced_model_generates(models, data):
             other = dict(batch)
             other["input_ids"] = batch["input_ids"].clone()
             other["input_ids"][:, cut] += 1
-            with attach(vlm, "relevance", {"keep": 0.5}):
+            with attach(vlm, "coverage", {"keep": 0.5}):
                 first, second = (distillation.student_logits(vlm, tensor) for tensor in (batch, other))
             assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 

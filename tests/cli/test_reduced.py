@@ -39,13 +39,14 @@ def test_plan_summary_card_and_doctor_name_the_same_reducer(models, tmp_path, ca
     assert code == 0 and "dart:0.25, served by the plugin of vLLM" in text
 
 
-def test_a_card_shows_how_to_send_the_question_to_a_reducer(models, tmp_path, capsys):
-    """Not of one that only transformers runs, whose words are the prompt's."""
-    for reducer, engine, message in (("relevance:0.5", "vllm", True), ("relevance:0.5", "transformers", False)):
+def test_a_card_shows_how_to_send_a_share_to_a_reducer(models, tmp_path, capsys):
+    """Not of one that only transformers runs."""
+    reducer = "dart:0.5,keep_max=1"
+    for engine, message in (("vllm", True), ("transformers", False)):
         arguments = ("--scheme", "none", "--reduce", reducer, "--set", f"engine={engine}", "--overwrite")
         assert run(capsys, "quantize", models["llava"], *arguments, "-o", tmp_path / "out")[0] == 0
         card = (tmp_path / "out" / "README.md").read_text()
-        assert ('the value of `"mm_processor_kwargs": {"query": "..."}`. vLLM takes such' in card) is message
+        assert ('`"mm_processor_kwargs": {"keep": 0.75}`. vLLM takes such' in card) is message
 
 
 def test_a_reducer_for_transformers_alone_is_not_offered_to_vllm(models, tmp_path, capsys):

@@ -232,7 +232,7 @@ check llava --question q: --image-size
 {TOKENS} --reduce scope:0.5: scope coverage
 {TOKENS} --reduce dymu:thresholds=no.json: no.json
 {INSPECT}: --reduce
-{INSPECT} --reduce relevance:0.5: relevance --question
+{INSPECT} --reduce dart-llm:0.5,layer=1: dart-llm --question
 {INSPECT} --reduce dart:0.5 -o x.jpg: x.jpg .png
 {INSPECT.replace("a.png", "no.png")} --reduce dart:0.5: no.png
 {INSPECT.replace("a.png", "calib.jsonl")} --reduce dart:0.5: calib.jsonl PNG

@@ -80,7 +80,7 @@ def test_every_vllm_method_that_the_plugin_calls_is_listed() -> None:
 
 
 HASHES = "def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:"
-WHY = "names of images in caches say which reducer made them, and which image stays"
+WHY = "names of images in caches say which reducer made them"
 
 
 @pytest.mark.parametrize(

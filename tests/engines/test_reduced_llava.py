@@ -33,11 +33,9 @@ MORE = {
     "pixels": ("demo", "pixelprune:threshold=0.1", CHUNKED | CACHED, 2),
     "pixels of internvl": ("internvl", "pixelprune", CHUNKED | CACHED, 2),
     "pixels of idefics3": ("idefics3", "pixelprune", CHUNKED | CACHED, 2),
-    "question": ("demo", "relevance:0.5", CACHED, 2),
     "merged": ("demo", "coverage:0.25,merge=nearest", CHUNKED | CACHED, 2),
     "attention in two layers": ("demo", "vscan:0.25,shallow=1", CHUNKED | CACHED, 2),
     "pooled": ("llava-next", "pool:window=2x3", CHUNKED | CACHED, 2),
-    "llava-next, asked": ("llava-next", "relevance:0.5", CHUNKED | CACHED, 2),
     "smolvlm": ("smolvlm", "uniform:0.5", CHUNKED | CACHED, 2),
 }
 FILMED = (

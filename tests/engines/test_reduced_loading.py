@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tests.kit import forks
@@ -22,7 +21,7 @@ from tests.kit.reduced_cases import reduced
 from tests.kit.vllm_source import edited
 from vlmcompress.engines.vllm import plugin
 from vlmcompress.engines.vllm.plugin._served_reducer import ServedReducer
-from vlmcompress.models import all_specs, load
+from vlmcompress.models import all_specs
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import support
 from vlmcompress.reduction.choice import parse_reducer
@@ -109,14 +108,6 @@ def test_counts_that_depend_on_the_image_need_a_place_for_them():
     assert "counts that depend on the image" in (engine_problem("LlavaNextForConditionalGeneration", merging) or "")
 
 
-def test_choosing_among_images_needs_encoders_of_whole_images():
-    served = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-    assert {name.replace("-", "_") for name in support.served("litevlm")} == served
-    reason = engine_problem("LlavaNextForConditionalGeneration", parse_reducer("litevlm")) or ""
-    assert "does not serve 'litevlm' with llava-next (without what it needs before the encoder)" in reason
-    assert "\n" not in reason
-
-
 def test_families_have_specs():
     """A reduced checkpoint's positions and counts come from its family's layout."""
     registered = {name for spec in all_specs() for name in spec.model_types}
@@ -171,18 +162,6 @@ def test_a_longer_table_is_that_of_a_longer_model():
         longer = lengthened(table[:rows], 5000)
         assert torch.equal(longer[:rows], table[:rows])
         assert (longer - table).abs().max() < 2e-3
-
-
-@pytest.mark.engine
-def test_names_of_images_are_compared_by_the_models_own_table_of_words(tmp_path):
-    """Oracle: the table of the model as transformers loads it. A folder without one is refused in one line."""
-    pytest.importorskip("vllm")
-    from vlmcompress.engines.vllm.plugin._views import table_of
-
-    assert torch.equal(table_of(str(DEMO_LLAVA)), load(DEMO_LLAVA).model.get_input_embeddings().weight)
-    save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"^[^\n]*has 0 tables of words '\*.embed_tokens.weight'[^\n]*$"):
-        table_of(str(tmp_path))
 
 
 def started(folder: Path, reducer: str = "dart:0.5", **options: Any) -> SimpleNamespace:

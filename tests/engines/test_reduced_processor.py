@@ -16,7 +16,6 @@ pytestmark = pytest.mark.engine
 REDUCERS = {
     "half": "dart:0.5,keep_max=0.75",
     "quarter": "dart:0.25",
-    "asks": "relevance:0.5",
     "exact": "pixelprune",
     "close": "pixelprune:threshold=0.1",
 }
@@ -38,7 +37,6 @@ def processed(tmp_path_factory) -> dict:
                 "folders": folders,
                 "films": films,
                 "tiles": str(tiles),
-                "views": str(reduced(DEMO_LLAVA, folder / "views", "litevlm:0.4")),
                 "pixels": {name: str(by_pixels(name, folder / name)) for name in ("paddleocr-vl", "glm4v")},
                 "room": ROOM,
             }
@@ -92,12 +90,6 @@ def test_the_cache_key_of_an_image_includes_the_reducer(processed):
     )
 
 
-def test_the_cache_key_of_an_image_includes_the_question_where_the_method_reads_it(processed):
-    query_aware = processed["asks"]
-    assert query_aware["plain"]["name"] == query_aware["again"]["name"] == query_aware["query"]["name"]
-    assert query_aware["plain"]["name"] != query_aware["other"]["name"]
-
-
 def test_a_request_sets_its_share(processed):
     """Up to what memory is reserved for; the share is part of the cache's key, also where it is the checkpoint's own."""
     half = processed["half"]
@@ -125,16 +117,6 @@ def test_memory_is_reserved_for_images_that_are_nowhere_flat(processed):
         assert reserved == tokens > 4, name
 
 
-def test_a_question_that_would_harm_the_engine_is_refused(processed):
-    """The model would look up ids beyond its table of words, and embed any number of them."""
-    assert processed["asks"]["ids"]["error"] == "'query' must be a text, got [1000000000]"
-    assert processed["asks"]["long query"]["error"].endswith("and the context 1024; send a shorter text")
-
-
-def test_a_question_for_a_method_that_reads_none_is_refused(processed):
-    assert "does not look at the question" in processed["half"]["query"]["error"]
-
-
 def test_a_prompt_beyond_the_positions_of_the_model_is_refused(processed):
     """30 images of 81 tokens are more than 2,048, though the 41 that are kept of each are fewer."""
     assert "the prompt ends at position 2434," in processed["half"]["long"]["error"]
@@ -151,38 +133,3 @@ def test_memory_is_measured_with_the_largest_video_that_fits(processed):
     assert films["short"]["tokens"] <= ROOM
     assert f"counted before images and videos are reduced, and the model knows {ROOM}" in films["short"]["more"]
     assert (films["llava-onevision"]["frames"], films["llava-onevision"]["video"]) == (16, 16 * 4 // 2 + 1)
-
-
-VIEWS = {
-    "rear": [False, False, True],
-    "front": [True, False, False],
-    "front and left": [True, False],
-    "left and front": [False, True],
-    "query": [False, False, True],
-    "names": [False, True, False],
-    "one": [True],
-    "none": [],
-    "said by the client": [True, False, False],
-}
-
-
-@pytest.mark.parametrize("cached", ["uncached", "cached", "again"])
-def test_one_token_is_left_of_an_image_that_does_not_stay(cached, processed):
-    """Whatever other images of the request are in the processor's cache, and in whatever order they came into it."""
-    for name, stays in VIEWS.items():
-        view = processed["views"][cached][name]
-        assert (view["stays"], view["tokens"]) == (stays, [81 if stay else 1 for stay in stays]), name
-
-
-def test_an_image_has_one_cache_key_where_it_stays_and_another_where_it_is_left_out(processed):
-    """Whatever the question and the other images are, so that caches keep them apart and know them again."""
-    for asked_of in processed["views"].values():
-        front = {asked_of[name]["names"][number] for name, number in (("front", 0), ("front and left", 0), ("one", 0))}
-        dropped = {asked_of[name]["names"][0] for name in ("rear", "query", "names")}
-        assert len(front) == len(dropped) == 1 and front != dropped
-        assert asked_of["left and front"]["names"] == asked_of["front and left"]["names"][::-1]
-
-
-def test_every_image_has_a_cache_key(processed):
-    assert "must be a list of 3 texts" in processed["views"]["uncached"]["few names"]["error"]
-    assert "does not choose among images; leave out 'names'" in processed["half"]["names"]["error"]

@@ -37,8 +37,6 @@ REDUCERS = (
     "visionzip:0.5",
     "vscan:0.5,shallow=1",
     "dymu:0.5",
-    "relevance:0.5",
-    "litevlm:0.5",
 )
 SERVED = [
     (family, reducer)

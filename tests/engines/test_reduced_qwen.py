@@ -55,15 +55,12 @@ MORE = {
     "in chunks": Case("demo", "dart:0.5", CHUNKED | {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     "qwen2-5-vl": Case("qwen2-5-vl", "dart:0.5", BOTH, passes=2, film=True),
     "qwen2-5-vl by a scorer": Case("demo", "learned:0.25", BOTH, passes=2),
-    "asked": Case("demo", "relevance:0.5", BOTH, passes=2),
-    "qwen3-vl, asked": Case("qwen3-vl", "relevance:0.5", BOTH, passes=2),
-    "qwen3-5, asked": Case("qwen3-5", "relevance:0.5", RECURRENT),
     "qwen3-5-moe": Case("qwen3-5-moe", "uniform:0.5", RECURRENT, film=True),
     "qwen3-vl-moe": Case("qwen3-vl-moe", "dart:0.5", BOTH, passes=2, film=True),
-    "glm4v": Case("glm4v", "relevance:0.5", BOTH, passes=2),
+    "glm4v": Case("glm4v", "dart:0.5", BOTH, passes=2),
     "glm4v-moe": Case("glm4v-moe", "dart:0.5", BOTH, passes=2),
     "glm-ocr": Case("glm-ocr", "dart:0.5", BOTH, passes=2),
-    "paddleocr-vl": Case("paddleocr-vl", "relevance:0.5", BOTH, passes=2),
+    "paddleocr-vl": Case("paddleocr-vl", "dart:0.5", BOTH, passes=2),
     "exaone4-5": Case("exaone4-5", "dart:0.5", BOTH, passes=2),
 }
 

@@ -47,11 +47,11 @@ def test_death_at_start_shows_the_last_error_lines(checkpoint: Path, broken, tmp
     assert "loading" in log.read_text()
 
 
-@pytest.mark.parametrize(("reducer", "trusted"), [("relevance:0.5", True), ("dart:0.5", False)])
-def test_a_server_passes_the_question_to_the_reducer(
+@pytest.mark.parametrize(("reducer", "trusted"), [("dart:0.5,keep_max=1", True), ("dart:0.5", False)])
+def test_a_server_passes_the_share_to_the_reducer(
     reducer: str, trusted: bool, checkpoint: Path, broken, tmp_path: Path
 ) -> None:
-    """As in `serve`, so that a benchmark's requests can bring the question, too."""
+    """As in `serve`, so that a benchmark's requests can bring their share, too."""
     plain = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (checkpoint / "config.json").write_text(
         json.dumps(reducer_block.config_with_reducer(plain, parse_reducer(reducer)))

@@ -16,7 +16,7 @@ from vlmcompress.reduction.support import family_problem
 DENSE = [spec for spec in all_specs() if spec.images.grid and not spec.experts]
 FAMILIES = [spec.family for spec in DENSE]
 INSIDE = [spec.family for spec in DENSE if family_problem(spec, "fastv") is None]  # methods within the language model
-APART = ("litevlm", "learned", "evs")  # chooses among images; has to be trained; looks at videos
+APART = ("learned", "evs")  # has to be trained; looks at videos
 SHARES = [name for name in REGISTRY.names() if REGISTRY.get(name).keep is not None and name not in APART]
 FEW = ("random", "fastv")
 CASES = [
@@ -25,7 +25,7 @@ CASES = [
     for method in (FEW if spec.experts else SHARES)
     if family_problem(spec, method) is None
 ]
-WAYS = ("random", "relevance", "vscan", "fastv", "dart-llm")  # a method of each way of applying
+WAYS = ("random", "coverage", "vscan", "fastv", "dart-llm")  # a method of each way of applying
 
 
 def crossed(few: Collection[str], cases: Iterable[tuple] = tuple(CASES)) -> list:
@@ -37,6 +37,7 @@ def crossed(few: Collection[str], cases: Iterable[tuple] = tuple(CASES)) -> list
 
 EACH = crossed(FEW)
 SMALL = {
+    "coverage": {"merge": "nearest"},
     "vscan": {"window": 2, "shallow": 0},
     "fastv": {"layer": 1},
     "dart-llm": {"layer": 1},

@@ -99,9 +99,9 @@ FORMATS: dict[str, dict | None] = {
     "unheard-of": {"quant_method": "quip"},
 }
 REDUCERS = {
-    "blind": Reducer("divprune:0.5", (), served=True),
-    "asking": Reducer("relevance:0.5", ("query",), served=True),
-    "unserved": Reducer("fastv:0.5", (), served=False),
+    "blind": Reducer("divprune:0.5", takes_shares=False, served=True),
+    "on demand": Reducer("divprune:0.5,keep_max=1", takes_shares=True, served=True),
+    "unserved": Reducer("fastv:0.5", takes_shares=False, served=False),
 }
 
 

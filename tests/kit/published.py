@@ -106,7 +106,8 @@ def with_real_limits(family: str, folder: Path) -> Path:
         limits["size"] = {"shortest_edge": 4 * area, "longest_edge": TOKENS * area}
     if tokens := limits.get("max_soft_tokens"):
         edit(folder, "processor_config.json", image_seq_length=tokens)
-        config["vision_config"] = {} if family == "gemma4-unified" else {"default_output_length": tokens}
+        read_by_vllm = "num_soft_tokens" if family == "gemma4-unified" else "default_output_length"
+        config["vision_config"] = {read_by_vllm: tokens}
     if "image_grid_pinpoints" in limits:
         config["image_grid_pinpoints"] = TILES
     if family == "mistral3":

@@ -13,12 +13,12 @@ BLANK = Image.new("RGB", (144, 144), "white")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "views": folder, "pixels": {name: folder},
-    "room": tokens}` -> findings.
+    """`{"folders": {name: folder}, "films": {name: folder}, "tiles": folder, "pixels": {name: folder}, "room": tokens}`
+    -> findings.
 
     Of each of `folders` what becomes of prompts about `IMAGE`; under "films" what a prompt of `room` tokens holds of a video
-    next to the largest image; under "tiles" how many tokens the largest image has; under "views" which images of a prompt stay;
-    under "pixels" how many tokens of an image memory is reserved for, and how many the largest has that is nowhere flat.
+    next to the largest image; under "tiles" how many tokens the largest image has; under "pixels" how many tokens of an
+    image memory is reserved for, and how many the largest has that is nowhere flat.
     """
     from vllm.plugins import load_general_plugins
 
@@ -26,7 +26,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     lengths = {name: prompts(folder) for name, folder in job["folders"].items()}
     lengths["films"] = {name: largest(folder, job["room"]) for name, folder in job["films"].items()}
     lengths["tiles"] = tiles(job["tiles"])
-    lengths["views"] = views(job["views"])
     lengths["pixels"] = {name: reserved(folder) for name, folder in job["pixels"].items()}
     return lengths
 
@@ -49,7 +48,7 @@ def applied(processor: Any, prompt: list[int], media: dict[str, Any], **argument
 
 
 def prompts(folder: str) -> dict[str, dict[str, Any]]:
-    """One prompt, again, another, two about a blank image, one with a question for the reducer, some that set a share, one too
+    """One prompt, again, another, two about a blank image, some that set a share, one too
     long, and one of embeddings; and how many tokens of an image memory is reserved for."""
     from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
 
@@ -60,10 +59,6 @@ def prompts(folder: str) -> dict[str, dict[str, Any]]:
         "other": ask(processor, "how many ?"),
         "blank": ask(processor, "what is red ?", [BLANK]),
         "both": ask(processor, "what is red ?", [BLANK, IMAGE]),
-        "query": ask(processor, "how many ?", query="what is red ?"),
-        "ids": ask(processor, "how many ?", query=[10**9]),
-        "long query": ask(processor, "how many ?", query="how many ? " * 1024),
-        "names": ask(processor, "how many ?", names=["front"]),
         "more": ask(processor, "what is red ?", keep=0.75),
         "own share": ask(processor, "what is red ?", keep=0.5),
         "seven": ask(processor, "what is red ?", keep=7),
@@ -135,52 +130,4 @@ def tiles(folder: str) -> dict[str, int]:
         "largest": tokens(*info.get_image_size_with_most_features()),
         "all": max(tokens(width, height) for width in range(1, 400, 5) for height in range(1, 400, 5)),
         "first": tokens(1153, 944),
-    }
-
-
-def views(folder: str) -> dict[str, Any]:
-    """Of prompts about several images, without a cache and with one that fills: how many tokens each has, and its name."""
-    from vllm.multimodal.cache import MultiModalProcessorOnlyCache
-
-    processor = made(folder, limit_mm_per_prompt={"image": 4}, max_model_len=1024)
-    images = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (90, 90, 3), np.uint8)) for seed in range(3)]
-    three, named = "front <image>\nleft <image>\nrear <image>\n", {"names": ["front", "left", "rear"]}
-    query_aware = {
-        "rear": (three + "what is at the rear?", images, {}),
-        "front": (three + "what is at the front?", images, {}),
-        "front and left": ("front <image>\nleft <image>\nwhat is at the front?", images[:2], {}),
-        "left and front": ("left <image>\nfront <image>\nwhat is at the front?", images[1::-1], {}),
-        "query": (three + "what is at the front?", images, {"query": "what is at the rear?"}),
-        "names": ("<image><image><image>what is to the left?", images, named),
-        "one": ("<image>what is it?", images[:1], {}),
-        "none": ("what is it?", [], {}),
-        "few names": (three + "what?", images, {"names": ["front"]}),
-        "said by the client": (three + "what is at the front?", images, {"view_stays": [False, False, False]}),
-    }
-    cache = MultiModalProcessorOnlyCache(processor.info.ctx.model_config)
-    return {
-        "uncached": {name: viewed(processor, None, *ask) for name, ask in query_aware.items()},
-        "cached": {name: viewed(processor, cache, *ask) for name, ask in query_aware.items()},
-        "again": {name: viewed(processor, cache, *ask) for name, ask in query_aware.items()},
-    }
-
-
-def viewed(
-    processor: Any, cache: Any, text: str, images: list[Image.Image], arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Tokens and name of each image of a prompt, and the value of its field; or why it is refused."""
-    from vllm.multimodal.processing.context import TimingContext
-    from vllm.multimodal.processing.inputs import ProcessorInputs
-
-    prompt = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-    items = processor.info.parse_mm_data({"image": images} if images else {})
-    inputs = ProcessorInputs(prompt, items, hf_processor_mm_kwargs=arguments, cache=cache)
-    try:
-        out = processor.apply(inputs, TimingContext(enabled=False))
-    except ValueError as error:
-        return {"error": str(error)}
-    return {
-        "tokens": [place.length for place in out["mm_placeholders"].get("image", [])],
-        "names": out["mm_hashes"].get("image", []),
-        "stays": [bool(item["view_stays"].data) for item in out["mm_kwargs"].get("image", [])],
     }

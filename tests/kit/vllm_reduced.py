@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-TOWERS = ("vision_tower", "visual", "vision_model")
 DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -29,18 +28,11 @@ def run(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     positions: list = []
-    encoded: list[int] = []
 
     def watch(model) -> None:
         language_model = model.get_language_model()
         last = getattr(language_model, "model", language_model).layers[-1]
         last.register_forward_pre_hook(given, with_kwargs=True)
-        for name in TOWERS:
-            if hasattr(model, name):
-                getattr(model, name).register_forward_pre_hook(seen, with_kwargs=True)
-
-    def seen(_, args, kwargs) -> None:
-        encoded.append((args[0] if args else kwargs["pixel_values"]).numel())
 
     def given(_, args, kwargs) -> None:
         places = kwargs["positions"] if "positions" in kwargs else args[0]
@@ -56,10 +48,9 @@ def run(job: dict) -> dict:
         passes.append([])
         for entry in requests:
             positions.clear()
-            encoded.clear()
             (out,) = llm.generate([entry], sampling, use_tqdm=False, lora_request=adapter)
             columns = [column for step in positions for column in step.T.tolist()]
-            passes[-1].append(answer(out) | {"positions": columns, "encoded": sum(encoded)})
+            passes[-1].append(answer(out) | {"positions": columns})
     together = [answer(out) for out in llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)]
     stats = [] if llm.llm_engine.logger_manager is None else llm.get_metrics()
     preemptions = sum(each.value for each in stats if each.name == "vllm:num_preemptions")

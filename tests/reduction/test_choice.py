@@ -136,19 +136,6 @@ def test_methods_that_need_training():
     assert not same(learned, learned.with_thresholds((0.5, 0.5))) and not same(learned, None) and same(None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "query_aware"),
-    [
-        ("dart:0.5", False),
-        ("relevance:0.5", True),
-        ("dymu", False),
-        ("coverage:0.5,merge=nearest", False),
-    ],
-)
-def test_methods_that_read_the_question(text, query_aware):
-    assert parse_reducer(text).query_aware is query_aware
-
-
 def test_images_too_small_for_a_share():
     assert parse_reducer("dart:0.1").too_small((1, 2, 2)) and not parse_reducer("dart:0.1").too_small((1, 2, 3))
     assert not parse_reducer("dymu:0.01").too_small((1, 1, 1))

@@ -144,7 +144,7 @@ class Local(Engine):
         from vlmcompress.reduction.choice import parse_reducer
 
         if self.reduce:
-            return self.shares and "keep" in parse_reducer(self.reduce).set_by_requests
+            return self.shares and parse_reducer(self.reduce).takes_shares
         return self.shares and takes_shares(model)
 
     def _run(self, model: Path, requests: Sequence[Request], media: Path, settings: EngineSettings) -> Generator[dict]:

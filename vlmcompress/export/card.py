@@ -24,11 +24,10 @@ from vlmcompress.utils.text import size, smaller
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the original model's card, unchanged
-BY_REQUESTS = {
-    "query": ' It reads the question: all words of the prompt, or the value of `"mm_processor_kwargs": {"query": "..."}`.',
-    "keep": ' A request may set its own share, up to `keep_max`: `"mm_processor_kwargs": {"keep": 0.75}`.',
-}
-TRUSTED = " vLLM takes such arguments where it runs with `--trust-request-mm-kwargs`."
+ON_DEMAND = (
+    ' A request may set its own share, up to `keep_max`: `"mm_processor_kwargs": {"keep": 0.75}`. vLLM takes such arguments '
+    "where it runs with `--trust-request-mm-kwargs`."
+)
 MAKER = "vlmcompress"
 _FROM_ORIGINAL = ("license", "license_name", "license_link", "language")
 _LONGEST = 1000  # characters of a value from the original's card
@@ -64,10 +63,9 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
             "engines that follow it. No weight depends on it, and the original's processor undoes it."
         )
     if reducer := reducer_block.read_reducer(config):
-        names = reducer.reducer.set_by_requests if record["recipe"].get("engine", "vllm") == "vllm" else ()
+        on_demand = reducer.reducer.takes_shares and record["recipe"].get("engine", "vllm") == "vllm"
         text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
-        text += "".join(BY_REQUESTS[name] for name in names) + (TRUSTED if names else "")
-        sections.append("## Visual tokens\n\n" + text)
+        sections.append("## Visual tokens\n\n" + text + ON_DEMAND * on_demand)
     if recovery := record.get("recovery"):
         sections.append("## Recovered\n\n" + _recovery(recovery))
     sections.append("## Use\n\n" + _usage(name, facts))

@@ -38,7 +38,7 @@ def launch_facts(config: Mapping[str, Any], record: Mapping[str, Any], name: str
     if carried:
         choice = carried.reducer
         reducer = readers.Reducer(
-            " ".join(choice.label.split()), choice.set_by_requests, recipe.get("engine", "vllm") == "vllm"
+            " ".join(choice.label.split()), choice.takes_shares, recipe.get("engine", "vllm") == "vllm"
         )
     machine, target_name = None, recipe.get("target")
     if isinstance(target_name, str) and target_name in targets.REGISTRY:

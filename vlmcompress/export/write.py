@@ -24,6 +24,7 @@ from vlmcompress.export import card, launch_files, manifest, tokenizers
 from vlmcompress.export.formats import EngineFiles, ExportFormat, Parts, Writer
 from vlmcompress.export.manifest import MANIFEST
 from vlmcompress.models import (
+    ImageSetting,
     Source,
     load_processor,
     quiet_transformers,
@@ -201,7 +202,7 @@ def written_config(
     quantized: Container[str],
     reducer: ReducerChoice | None = None,
     counter: TokenCounter | None = None,
-    settings: Mapping[str, Any] | None = None,
+    setting: ImageSetting | None = None,
 ) -> dict:
     """The content of config.json of a checkpoint of `source`, without the format's block.
 
@@ -209,12 +210,13 @@ def written_config(
         quantized: linear layers that are quantized (memory names).
         reducer: the reducer of visual tokens that the checkpoint carries; None: none.
         counter: computes how many tokens an image keeps, for a reducer that needs the number.
-        settings: entries that replace the source's.
+        setting: the processor's setting that the checkpoint gets; None: the source's.
     """
     config = read_config(source.path, weights=False)
     require_unquantized(source.path, config)
     names = [entry.name for entry in source.entries.values()]
-    config = {**without_missing_mtp(source.spec, source.spec.completed(config), names), **(settings or {})}
+    config = without_missing_mtp(source.spec, source.spec.completed(config), names)
+    config = setting.changed(config) if setting else config
     # Unchanged tensors are copied as bytes, and config.json has to match them in types, ties and draft heads.
     config = untied(config) if source.spec.lm_head in quantized else config  # a quantized head shares no weight
     config = source.float_type.config(config)

@@ -121,12 +121,19 @@ class ImageSetting:
     Attributes:
         tokens: most visual tokens of an image with a usual aspect ratio.
         image_processor: settings of the image processor to change.
-        config: entries of config.json that have to change along.
+        config: entries of config.json that have to change along; of one that is a mapping, its entries.
     """
 
     tokens: int
     image_processor: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of a config.json with this setting."""
+        entries = self.config.items()
+        return dict(config) | {
+            key: {**config[key], **value} if isinstance(value, Mapping) else value for key, value in entries
+        }
 
     def applied(self, processor: Any) -> Any:
         """A copy of the processor with this setting."""

@@ -340,12 +340,11 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     """
     plan, recipe = run.plan, run.recipe
     extra_files: dict[str, Mapping[str, Any] | bytes] = {}
-    settings: Mapping[str, Any] = {}
+    setting = None
     if recipe.resize:
         processor = models.load_processor(recipe.inputs_folder, recipe.trust_remote_code)
         setting = resizing.choose_setting(plan.source.spec, processor, recipe.resize)
         extra_files |= resizing.setting_files(recipe.inputs_folder, setting)
-        settings = setting.config
     if recipe.reduce:
         if recipe.reduce.reducer.scorer:
             extra_files[scorer_file.CARRIED] = scorer_file.content(recipe.reduce)
@@ -376,7 +375,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         shapes={layer: plan.source.specs[plan.source.names[f"{layer}.weight"]].shape for layer in schemes},
         exporter=recipe.exporter,
         layers=plan.layers,
-        config=written_config(plan.source, schemes, recipe.reduce, run.counter, settings),
+        config=written_config(plan.source, schemes, recipe.reduce, run.counter, setting),
         manifest=manifest,
         extra_files=extra_files,
         shard_size=recipe.shard_size,

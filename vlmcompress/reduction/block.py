@@ -99,7 +99,7 @@ def read_reducer(config: Mapping[str, Any]) -> CarriedReducer | None:
 def takes_shares(folder: Path) -> bool:
     """Whether a checkpoint carries a reducer whose share of visual tokens requests may set. UserError as `read_reducer`."""
     carried = read_reducer(json_files.read(folder / "config.json"))
-    return carried is not None and "keep" in carried.reducer.set_by_requests
+    return carried is not None and carried.reducer.takes_shares
 
 
 def _require_thresholds(reducer: ReducerChoice, where: str, remedy: str) -> None:

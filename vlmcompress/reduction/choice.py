@@ -48,14 +48,14 @@ RETIRED = {
     "pyramiddrop": "fastv",
     "cdpruner": "coverage, or divprune",
     "dyrate": "fastv, which drops tokens once, before the answer",
+    "litevlm": "coverage; a request may set its own share of tokens",
+    "relevance": "coverage",
     "pevlm": "evs for videos, which drops tokens",
 }
 # Earlier option of a method -> its value now, with which checkpoints of before name it.
 RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "coverage": {"temperature": 0.2, "similar": 0.6},
     "dart-llm": {"pivots": 4, "text_pivots": 4},
-    "litevlm": {"lexical": 1.0},
-    "relevance": {"sharpness": 3.0},
     "visionzip": {"contextual": 10 / 64, "merge": "sum"},
     **{method: {"similar": 0.6} for method in ("dart", "divprune", "evs", "learned", "random", "uniform")},
 }
@@ -69,15 +69,9 @@ class ReducerChoice:
     reducer: Reducer
 
     @property
-    def query_aware(self) -> bool:
-        """Whether the method is query-aware."""
-        return "query" in self.reducer.NEEDS
-
-    @property
-    def set_by_requests(self) -> tuple[str, ...]:
-        """Names of the processor arguments that a request to vLLM may set."""
-        keep = self.reducer.keep_max is not None
-        return ("query",) * self.query_aware + ("keep",) * keep
+    def takes_shares(self) -> bool:
+        """Whether a request to vLLM may set the share of tokens that its images keep."""
+        return self.reducer.keep_max is not None
 
     @property
     def takes_count(self) -> bool:

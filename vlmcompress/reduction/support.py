@@ -71,8 +71,6 @@ def _fits(spec: ModelSpec, reducer: Reducer) -> bool:
         return not spec.mixed_blocks
     if reducer.MERGES:
         return spec.tower.joint is not None
-    if chooses_images(reducer):
-        return spec.images.grid in ("thw", "patches")
     if reads_pixels(reducer):
         return spec.images.grid in ("thw", "patches", "tiles")
     return spec.tower.cls is not None or not needs_encoder(reducer)
@@ -84,8 +82,6 @@ def _unfit(spec: ModelSpec, reducer: Reducer) -> str:
         return f"works within decoder blocks of causal attention, and those of {spec.family} have {spec.mixed_blocks}"
     if reducer.MERGES:
         return f"merges patches within the encoder, {_MIXED[spec.tower.units].format(family=spec.family)}"
-    if chooses_images(reducer):
-        return f"leaves out images, and {spec.family} cuts them into tiles"
     if reads_pixels(reducer):
         return f"compares the pixels of visual tokens, and {spec.family} crops or pads them after the encoder"
     return f"reads attention from CLS, which the encoder of {spec.family} does not have"
@@ -99,11 +95,6 @@ def needs_encoder(reducer: Reducer) -> bool:
 def reads_pixels(reducer: Reducer) -> bool:
     """Whether the method decides by pixels, so that a processor knows which tokens stay before the encoder runs."""
     return "pixels" in reducer.NEEDS
-
-
-def chooses_images(reducer: Reducer) -> bool:
-    """Whether the method keeps or drops whole images of a prompt."""
-    return reducer.STAGE == "pixels"
 
 
 def require_reducible(spec: ModelSpec, config: Any, chosen: ReducerChoice) -> None:
@@ -226,6 +217,4 @@ def _missing(method: str, family: str) -> str:
         return "videos"
     if reducer.COUNT == "adaptive" and not reads_pixels(reducer) and not SERVED_FAMILIES.constant(family, "COUNTED"):
         return "counts that depend on the image"
-    if chooses_images(reducer):
-        return "" if "views" in signals else "what it needs before the encoder"
     return ", ".join(sorted(reducer.NEEDS.difference(signals)))

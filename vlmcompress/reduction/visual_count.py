@@ -21,8 +21,7 @@ from vlmcompress import models
 from vlmcompress.models import Layout, ModelSpec, Piece, square_patches
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.hooks.resizing import ceiling_note
-from vlmcompress.reduction.hooks.views import tokens_left
-from vlmcompress.reduction.support import chooses_images, reads_pixels
+from vlmcompress.reduction.support import reads_pixels
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.messages import foreign_errors
 
@@ -154,14 +153,9 @@ def kept_tokens(counted: Counted, chosen: ReducerChoice, spec: ModelSpec) -> int
 
     vLLM's plugin reduces a video as one grid. Raises UserError if it does not support videos with this reducer.
     """
-    if counted.film and (chosen.query_aware or reads_pixels(chosen.reducer)):
+    if counted.film and reads_pixels(chosen.reducer):
         raise UserError(f"--reduce {chosen}: vLLM's plugin takes no videos with '{chosen.method}'; use divprune")
     full = sum(layout.tokens for layout in counted.images)
-    # Of images of several sizes the number left depends on which ones the question needs.
-    if chooses_images(chosen.reducer):
-        if len({layout.tokens for layout in counted.images}) > 1:
-            return None
-        return (tokens_left(full, len(counted.images), chosen) if counted.images else 0) + counted.video
     grids = _grids(counted, chosen)
     left = [chosen.reducer.budget(grid) for grid in grids]
     if None in left:

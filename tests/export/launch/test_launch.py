@@ -66,7 +66,7 @@ def test_engines_that_have_launch_files(name: str) -> None:
     }
     ours = {"vllm", "compose", "kubernetes", "triton", "vllm-split"}
     assert (launch.launch_problem(name, facts(reducer="blind")) is None) is (name in ours)
-    assert (launch.launch_problem(name, facts(reducer="asking")) is None) is (name in ours - {"vllm-split"})
+    assert (launch.launch_problem(name, facts(reducer="on demand")) is None) is (name in ours - {"vllm-split"})
     assert launch.launch_problem(name, facts(reducer="unserved")) is not None
     elsewhere = launch.launch_problem(name, facts(architecture="NobodysForConditionalGeneration"))
     assert (elsewhere is None) is (name in ours)
@@ -154,9 +154,9 @@ def test_a_reducer_keeps_the_plugin(tmp_path: Path) -> None:
     assert called(script, VLLM_PLUGINS="other")[2]["VLLM_PLUGINS"] == "other,vlmcompress"
     _, flags, environment = called(script)
     assert "VLLM_PLUGINS" not in environment and "--trust-request-mm-kwargs" not in flags
-    asking = written(tmp_path / "asking", facts(reducer="asking")) / "vllm.sh"
-    assert "--trust-request-mm-kwargs" in called(asking)[1]
-    assert "FROM vllm/vllm-openai" in (asking.parent / "Dockerfile").read_text()
+    shares = written(tmp_path / "shares", facts(reducer="on demand")) / "vllm.sh"
+    assert "--trust-request-mm-kwargs" in called(shares)[1]
+    assert "FROM vllm/vllm-openai" in (shares.parent / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill-decode", "prefill", "decode"])

@@ -104,7 +104,7 @@ def test_reducers() -> None:
     """vLLM with the plugin, transformers and, for a few methods, MLX; `engine: transformers` leaves vLLM out."""
     for kind in REDUCERS:
         loads = {name for name, each in readers.verdicts(facts("w4-g128", reducer=kind)).items() if each.reason is None}
-        others = {"blind": {"vllm", "mlx"}, "asking": {"vllm"}, "unserved": set()}
+        others = {"blind": {"vllm", "mlx"}, "on demand": {"vllm", "mlx"}, "unserved": set()}
         assert loads == {"transformers"} | others[kind]
     assert "vlmcompress" in readers.engine_support("vllm", facts("bf16", reducer="blind")).needs
 

@@ -115,7 +115,6 @@ def test_the_prompt_of_every_family(name, images):
             [1],
         ),
         *itertools.product(["gemma3", "lfm2-vl"], ["uniform:1/2"], [2]),
-        *itertools.product(["llava", "qwen2-5-vl"], ["litevlm:0.3"], [3]),
     ],
 )
 def test_reduced_as_the_model_is(name, text, images):

@@ -143,7 +143,7 @@ def test_signals_of_whole_images(family):
     """Of all tokens of an image: units where they stand, newlines kept."""
     vlm = tiny(family)
     inputs = encode(vlm, ONE, TWO)
-    with attach(vlm, "relevance", given("relevance")) as attached:
+    with attach(vlm, "coverage", given("coverage")) as attached:
         vlm.model(**inputs)
     images = [reduction.require_valid() for reduction in attached.images()]
     where = inputs["input_ids"] == getattr(vlm.model.config, vlm.spec.image_token)

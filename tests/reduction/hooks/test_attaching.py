@@ -105,18 +105,17 @@ def test_supported_and_unsupported_models():
         "learned",
         "pool",
         "random",
-        "relevance",
         "uniform",
     ]
     merging, by_pixels = ["dymu"], ["pixelprune"]
-    assert works["llava"] == sorted([*after, *inside, *merging, *by_pixels, "litevlm", "visionzip", "vscan"])
+    assert works["llava"] == sorted([*after, *inside, *merging, *by_pixels, "visionzip", "vscan"])
     assert works["llava-next"] == sorted([*after, *inside])
     assert works["gemma3"] == sorted([*after, *merging, *by_pixels])
     assert works["lfm2-vl"] == after
     for family in ("qwen2-vl", "qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe"):
-        assert works[family] == sorted([*after, *inside, *by_pixels, "litevlm"])
+        assert works[family] == sorted([*after, *inside, *by_pixels])
     for family in ("qwen3-5", "qwen3-5-moe"):  # recurrent states
-        assert works[family] == sorted([*after, *by_pixels, "litevlm"])
+        assert works[family] == sorted([*after, *by_pixels])
     for family in ("idefics3", "internvl"):
         assert works[family] == sorted([*after, *inside, *merging, *by_pixels])
     assert works["llava-onevision"] == sorted([*after, *inside])

@@ -45,12 +45,12 @@ def inputs_of(batch):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("llava", "relevance:0.5"),
+        ("llava", "coverage:0.5,merge=nearest"),
         ("llava", "visionzip:0.5"),
         ("llava-next", "dart:0.5"),
-        ("idefics3", "relevance:0.5"),
+        ("idefics3", "pool"),
         ("qwen2-5-vl", "dart:0.5"),
-        ("qwen3-vl", "relevance:0.5"),
+        ("qwen3-vl", "pool"),
         ("qwen3-5", "divprune:0.5"),
     ],
 )
@@ -83,19 +83,6 @@ def test_the_decoder_computes_what_generation_computes(world, built, kind, text)
         assert torch.equal(got["input_ids"][got["modality"] != VISION], batch["input_ids"][batch["modality"] != VISION])
         lost += int(before[VISION] - after[VISION])
     assert lost > 0
-
-
-def test_another_answer_changes_nothing_before_it(world, built):
-    """A reducer that looks at the question must not see the answer."""
-    vlm = models.load(built("qwen2-5-vl"))
-    batch = encode(load_samples(world / "calib.jsonl", samples=4, seed=0), vlm)[2]
-    other = {**batch, "input_ids": batch["input_ids"].clone()}
-    at = (batch["modality"][0] == ANSWER).nonzero().flatten() + 1
-    other["input_ids"][0, at] = other["input_ids"][0, at] - 1
-    single, two = reduced(vlm, [batch, other], parse_reducer("relevance:0.5"))
-    after = len(at) + (batch["input_ids"].shape[1] - int(at[-1]) - 1)
-    assert torch.equal(single["inputs_embeds"][:, :-after], two["inputs_embeds"][:, :-after])
-    assert not torch.equal(single["inputs_embeds"], two["inputs_embeds"])
 
 
 def recipe(world, model, out, **keys):

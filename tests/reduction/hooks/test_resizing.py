@@ -13,8 +13,12 @@ from PIL import Image
 
 from tests.kit.families import FAMILIES
 from tests.kit.inputs import QUESTION
+from tests.kit.published import with_real_limits
+from tests.kit.tiny import build
 from vlmcompress import models
 from vlmcompress.models import VLM
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.hooks import resizing
 from vlmcompress.reduction.resize import Resize
 from vlmcompress.utils.errors import UserError
@@ -116,7 +120,7 @@ def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
     for name, content in written.items():
         (tmp_path / name).write_text(json.dumps(content))
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | setting.config))
+    (tmp_path / "config.json").write_text(json.dumps(setting.changed(config)))
     reloaded = models.load(tmp_path)
     smaller = VLM(vlm.model, setting.applied(vlm.processor), vlm.spec, vlm.path)
     assert [tokens(reloaded, [size]) for size in SIZES] == [tokens(smaller, [size]) for size in SIZES]
@@ -128,6 +132,19 @@ def test_a_checkpoint_is_loaded_with_the_setting(vlm, tmp_path):
     }
     with torch.no_grad():
         assert reloaded.model(**batch).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "entry"), [("gemma4", "default_output_length"), ("gemma4-unified", "num_soft_tokens")]
+)
+def test_vllm_counts_with_the_setting(family, entry, tmp_path):
+    """vLLM takes Gemma 4's budget from config.json, transformers from the processor."""
+    source, out = with_real_limits(family, build(family, tmp_path / "source")), tmp_path / "out"
+    quantize(Recipe.of(source, out, scheme="none", reduce="resize:tokens=140"))
+    before, after = (json.loads((folder / "config.json").read_text())["vision_config"] for folder in (source, out))
+    processor = json.loads((out / "processor_config.json").read_text())["image_processor"]
+    assert (before[entry], processor["max_soft_tokens"]) == (280, 140)
+    assert after == before | {entry: 140}
 
 
 @pytest.mark.parametrize("family", FIXED)

@@ -97,8 +97,7 @@ def test_dtype_of_the_signals_does_not_matter(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_only_needed_signals_are_read(name):
     chosen, full = options(name), signals()
-    used = chosen.NEEDS | ({"saliency"} if name == "litevlm" else set())  # takes that where there is some
-    bare = dataclasses.replace(full, **{field: None for field in (*FLOATS, "heads") if field not in used})
+    bare = dataclasses.replace(full, **{field: None for field in (*FLOATS, "heads") if field not in chosen.NEEDS})
 
     def step(s):
         return methods.merge_layer(chosen, s, 0, LAYERS) if chosen.MERGES else methods.reduce(chosen, s)

@@ -204,7 +204,7 @@ def arguments_of(
     ]
     if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
         arguments += ["--kv-cache-dtype", "fp8"]
-    if reducer is not None and reducer.set_by_requests:
+    if reducer is not None and reducer.takes_shares:
         arguments.append(TRUST)
     if not {AUTO_TOOLS, f"--no-{AUTO_TOOLS[2:]}", PARSER} & {flag.partition("=")[0] for flag in extra}:
         arguments += _tools(model, config)
@@ -245,9 +245,8 @@ def remarks(arguments: Sequence[str]) -> list[str]:
         )
     if TRUST in names and f"--no-{TRUST[2:]}" not in names:
         lines.append(
-            'Requests may set "mm_processor_kwargs": {"keep": 0.75} where the reducer has a keep_max, {"query": "..."} where '
-            f"it reads the question. vLLM takes them only with {TRUST}, which lets clients change how images are processed, "
-            "too; serve those you trust."
+            f'Requests may set "mm_processor_kwargs": {{"keep": 0.75}}. vLLM takes that only with {TRUST}, which lets clients '
+            "change how images are processed, too; serve those you trust."
         )
     if PARSER in names:
         lines.append(f"Requests may bring tools, whose calls '{arguments[names.index(PARSER) + 1]}' reads.")

@@ -66,7 +66,7 @@ def flags(facts: LoadFacts, left_out: Collection[str] = ()) -> list[str]:
     for key, value in ((key, value) for key, value in settings(facts).items() if key not in left_out):
         text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
         flags += [f"--{key.replace('_', '-')}", *text]
-    if facts.reducer and facts.reducer.set_by_requests:
+    if facts.reducer and facts.reducer.takes_shares:
         flags.append("--trust-request-mm-kwargs")
     return flags
 
@@ -135,9 +135,9 @@ def drafted(facts: LoadFacts, tokens: int) -> dict[str, str]:
 
 
 def split_problem(facts: LoadFacts) -> str | None:
-    """Why a reducer for which requests may set something has no separate encoder: that gets the images alone. None: it may."""
-    names = facts.reducer.set_by_requests if facts.reducer else ()
-    return f"a separate encoder does not get the {' and '.join(names)} of a request" if names else None
+    """Why a reducer whose share requests may set has no separate encoder: that gets the images alone. None: it may."""
+    shares = facts.reducer is not None and facts.reducer.takes_shares
+    return "a separate encoder does not get the keep of a request" if shares else None
 
 
 def split(facts: LoadFacts) -> dict[str, str]:

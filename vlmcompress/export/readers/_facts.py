@@ -63,10 +63,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Reducer:
-    """A checkpoint's reducer: its label, what requests may set (`ReducerChoice.set_by_requests`), whether vLLM serves it."""
+    """A checkpoint's reducer: its label, whether requests may set its share, whether vLLM serves it."""
 
     label: str
-    set_by_requests: tuple[str, ...]
+    takes_shares: bool
     served: bool
 
 

@@ -58,13 +58,17 @@ def placeholders(config: Any) -> dict[str, Any]:
     return {f"image_processor.{name}": getattr(vision, name) for name in names}
 
 
-def sizes(processor: Any) -> list[ImageSetting]:
-    """Settings of Gemma 4: the budget of tokens, one of those that it was trained with."""
+def sizes(processor: Any, read_by_vllm: str = "default_output_length") -> list[ImageSetting]:
+    """Settings of Gemma 4: the budget of tokens, one of those that it was trained with.
+
+    vLLM takes it from config.json (`gemma4_mm.py::_compute_num_soft_tokens`), entry `read_by_vllm` of `vision_config`.
+    """
     now = processor.image_processor.max_soft_tokens
-    trained = (70, 140, 280, 560, 1120)
-    return [ImageSetting(budget, {"max_soft_tokens": budget}) for budget in trained if budget < now] + [
-        ImageSetting(now)
-    ]
+    return [
+        ImageSetting(budget, {"max_soft_tokens": budget}, {"vision_config": {read_by_vllm: budget}})
+        for budget in (70, 140, 280, 560, 1120)
+        if budget < now
+    ] + [ImageSetting(now)]
 
 
 def vllm_differs(config: Mapping[str, Any], cpu: bool) -> str | None:

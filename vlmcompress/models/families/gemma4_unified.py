@@ -6,6 +6,7 @@ What embeds patches and sound stays in 16 bits. No block has a per-layer embeddi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from vlmcompress.models.families import gemma4
 
@@ -18,6 +19,7 @@ SPEC = replace(
     projector=("model.embed_vision.multimodal_embedder",),
     vision_layers="",
     vision_groups=(),
+    images=replace(gemma4.SPEC.images, sizes=partial(gemma4.sizes, read_by_vllm="num_soft_tokens")),
     names=replace(
         gemma4.SPEC.names,
         prefixes=(

@@ -10,7 +10,6 @@ from vlmcompress.quantization.plan import prompt_cost
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.resize import Resize
-from vlmcompress.reduction.support import chooses_images
 from vlmcompress.utils.errors import UserError
 
 TYPICAL = (1024, 768)
@@ -70,10 +69,6 @@ def visual_tokens(recipe: Recipe, example: bool) -> VisualTokens | None:
 
 def _example(model: Path, reducer: ReducerChoice | None, resize: Resize | None) -> dict[str, Any] | None:
     if resize and not resize.settled:  # which depends on the calibration images
-        return None
-    if reducer and chooses_images(reducer.reducer):  # of a single image nothing goes
-        reducer = None
-    if reducer is None and resize is None:
         return None
     try:
         counts = prompt_cost.prompt_costs(model, [TYPICAL], "", [reducer] if reducer else [], resize=resize)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmcompress.models import VLM
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.choice import ReducerChoice
-from vlmcompress.reduction.hooks.units import Call, Reduced, Slots, Unit, join_reductions, prompt_text, units
+from vlmcompress.reduction.hooks.units import Call, Reduced, Slots, Unit, join_reductions, units
 from vlmcompress.reduction.methods import Reduction, Signals
 from vlmcompress.utils.errors import UserError
 
@@ -232,11 +232,6 @@ class Attachment:
         if dropped:
             self._new = layout
         return new, layout
-
-    def _words(self, mask: Tensor) -> Tensor:
-        """Mark the words of the prompt, `[b, s]` bool; `mask [b, s]` is of this call's tokens."""
-        assert self._call is not None
-        return prompt_text(self.vlm, self._call.get("input_ids"), mask)
 
 
 def merged_rows(x: Tensor, reduced: Sequence[Reduced]) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 
 from vlmcompress.reduction.hooks._attach import Attachment, full_mask, merged_rows
 from vlmcompress.reduction.hooks.tap import join_heads, received, tap
-from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit
+from vlmcompress.reduction.hooks.units import Reduced, Slots, Unit, prompt_text
 from vlmcompress.reduction.methods import Signals
 from vlmcompress.utils.errors import UserError
 
@@ -107,13 +107,13 @@ class Inside(Attachment):
 
     def _signals(self, units: list[Unit], hidden: Tensor, mask: Tensor, before: int) -> list[Signals]:
         """Signals from block K - 1: attention, keys, and states through the final norm."""
-        assert self._states is not None
+        assert self._states is not None and self._call is not None
         key, tokens = self._states[1], hidden.shape[1]
         saliency = self._attention(self._states, mask, before)[:, before:]
         keys = join_heads(key)[:, before:]
         needs = self.reducer.NEEDS
         states = self.text.get_submodule("norm")(hidden) if "features" in needs else None
-        words = self._words(mask[:, before:]) if "query" in needs else None
+        words = prompt_text(self.vlm, self._call.get("input_ids"), mask[:, before:]) if "query" in needs else None
         signals = []
         for unit in units:
             row, columns = unit.row, unit.columns

@@ -23,7 +23,6 @@ from vlmcompress.reduction.hooks._attach import Attachment
 from vlmcompress.reduction.hooks._decoder import Inside
 from vlmcompress.reduction.hooks._merging import Merging
 from vlmcompress.reduction.hooks.early import Early
-from vlmcompress.reduction.hooks.views import Views
 from vlmcompress.reduction.methods import Reducer, TokenCounter
 from vlmcompress.reduction.support import require_counter, require_reducer
 
@@ -56,11 +55,7 @@ def _kind(reducer: Reducer) -> type[Attachment]:
     """The class of attachment that applies a method."""
     if reducer.MERGES:
         return Merging
-    if reducer.STAGE == "llm":
-        return Inside
-    if reducer.STAGE == "pixels":
-        return Views
-    return Early
+    return Inside if reducer.STAGE == "llm" else Early
 
 
 def attach_carried(

@@ -63,9 +63,7 @@ class Early(Attachment):
             return None
         self.reduced_units = []
         images = enumerate(zip(units, args[0], strict=True))
-        results = self._decide(
-            units, [self._signals(unit, number, features, None) for number, (unit, features) in images]
-        )
+        results = self._decide(units, [self._signals(unit, number, features) for number, (unit, features) in images])
         rows = [result.apply(features) for result, features in zip(results, args[0], strict=True)]
         return (torch.stack(rows), *args[1:]), kwargs
 
@@ -135,10 +133,8 @@ class Early(Attachment):
         self.reduced_units = []
         if reads_pixels(self.reducer):
             self._encoder["pixels"] = self._pixels(units)
-        words = self._words(real) if "query" in self.reducer.NEEDS else None
         features = [embeds[unit.row, unit.columns] for unit in units]
-        queries = [None if words is None else embeds[unit.row, words[unit.row]] for unit in units]
-        self._decide(units, [*map(self._signals, units, range(len(units)), features, queries)])
+        self._decide(units, [*map(self._signals, units, range(len(units)), features)])
         return merged_rows(embeds, self.reduced_units), self.reduced_units
 
     def _pixels(self, units: list[Unit]) -> list[Tensor]:
@@ -148,11 +144,10 @@ class Early(Attachment):
         pixels = self._call.get("pixel_values") if packed else pictures(self._call.arguments)
         return [*unit_pixels(pixels, [unit.grid for unit in units], packed, self.vlm.processor.image_processor)]
 
-    def _signals(self, unit: Unit, number: int, features: Tensor, query: Tensor | None) -> Signals:
+    def _signals(self, unit: Unit, number: int, features: Tensor) -> Signals:
         """Signals of the unit that is the encoder's image `number`."""
         signals = {name: value if name == "heads" else value[number] for name, value in self._encoder.items()}
-        query = None if query is None else query.detach()
-        return Signals(unit.grid, features=features.detach(), query=query, **signals)
+        return Signals(unit.grid, features=features.detach(), **signals)
 
     def _positions(self, kwargs: dict[str, Any], before: int, slots: int) -> Tensor:
         """Positions of this call's tokens in the full sequence, `[..., b or 1, s]`."""

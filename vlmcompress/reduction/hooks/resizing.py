@@ -109,8 +109,11 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
 def resized(vlm: VLM, resize: Resize) -> VLM:
     """The model with the processor for a `Resize` with `tokens`; its config is adapted in place."""
     setting = choose_setting(vlm.spec, vlm.processor, resize)
+    config = vlm.model.config
     for key, value in setting.config.items():
-        setattr(vlm.model.config, key, value)
+        part, entries = (getattr(config, key), value) if isinstance(value, Mapping) else (config, {key: value})
+        for name, entry in entries.items():
+            setattr(part, name, entry)
     return dataclasses.replace(vlm, processor=setting.applied(vlm.processor))
 
 

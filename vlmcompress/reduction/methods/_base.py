@@ -251,8 +251,8 @@ class Reducer:
     constructed (ValueError). A field or property named like a member here overrides it. Class attributes are literals, which
     the package reads from the file without importing it:
 
-        STAGE: where its signals come from: "pixels" (before the encoder), "encoder" (in or right after it, before the
-            projector), "projected" (the rows that the language model would get), "llm" (within the language model).
+        STAGE: where its signals come from: "encoder" (in or right after it, before the projector), "projected" (the rows
+            that the language model would get), "llm" (within the language model).
         NEEDS: required fields of `Signals`.
         MEDIA: "video" for a method that keeps images whole.
         COUNT: "fixed": all images of one size keep the same number of tokens; "adaptive": it depends on the image.
@@ -267,7 +267,7 @@ class Reducer:
             methods that did, or that were not measured. `list reducers` shows it.
     """
 
-    STAGE: ClassVar[Literal["pixels", "encoder", "projected", "llm"]] = "projected"
+    STAGE: ClassVar[Literal["encoder", "projected", "llm"]] = "projected"
     NEEDS: ClassVar[frozenset[str]] = frozenset()
     MEDIA: ClassVar[Literal["image", "video"]] = "image"
     COUNT: ClassVar[Literal["fixed", "adaptive"]] = "fixed"

@@ -26,7 +26,7 @@ def missing(reducer: Reducer, signals: Signals) -> list[str]:
 
 def too_small(reducer: Reducer, grid: Grid) -> bool:
     """Whether the share rounds to no token, so that the grid keeps all."""
-    if reducer.COUNT != "fixed" or reducer.STAGE == "pixels":  # where it is a share of the images
+    if reducer.COUNT != "fixed":
         return False
     keep = 1.0 if reducer.keep is None else reducer.keep
     return rounded(grid, keep) == 0 and reducer.budget(grid) == math.prod(grid)

@@ -102,12 +102,7 @@ def test_every_reducer_attached(family):
     inputs = reduction_data.encode(vlm, reduction_data.ONE)
     for method in REGISTRY.names():
         options = REGISTRY.get(method)
-        if (
-            options.keep is None
-            or family_problem(spec, method) is not None
-            or method.startswith("learned")
-            or method == "litevlm"
-        ):
+        if options.keep is None or family_problem(spec, method) is not None or method == "learned":
             continue
         logits = {}
         for device in ("cpu", CUDA):

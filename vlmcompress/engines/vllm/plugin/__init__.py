@@ -9,7 +9,7 @@ this plugin has no such architecture and refuses the checkpoint by that name.
 Each module here without a leading underscore is a family. It defines, as literals,
 
     ARCHITECTURE    name of the original architecture
-    SIGNALS         fields of `methods.Signals` that it can give a method; "views" where it can leave out whole images
+    SIGNALS         fields of `methods.Signals` that it can give a method
     VIDEOS          True if videos are served as well; left out otherwise
     COUNTED         True where a method within the encoder may keep a number of tokens that depends on the image and is
                     computed from its pixels (`_processing.Counting`); left out otherwise

@@ -77,7 +77,7 @@ def _model(
     graphs: bool = False,
     adapters: bool = True,
 ) -> list[Reach]:
-    """A family's class, for what all families need: the mixins before it, `_loading`, `_positions` and `_asking`.
+    """A family's class, for what all families need: the mixins before it, `_loading` and `_positions`.
 
     `images`: its method that makes rows of images, which are reduced there; `graphs`, `adapters`: whether vLLM's class records
     its encoder's CUDA graphs, and takes adapters.
@@ -182,7 +182,6 @@ _QWEN3 = [
         "Qwen3VLForConditionalGeneration._tokenizer",
         ours=("Qwen3VLProcessingInfo.get_max_video_tokens(seq_len, mm_counts)",),
     ),
-    *_reaches(f"{_MODELS}.qwen3_vl", "deepstack adds nothing to it", "Qwen3VLForConditionalGeneration.multiscale_dim"),
 ]
 
 _SERVED = [
@@ -219,7 +218,7 @@ _SERVED = [
     ),
     *_reaches(
         "multimodal.processing",
-        "names of images in caches say which reducer made them, and which image stays",
+        "names of images in caches say which reducer made them",
         ours=(
             "BaseMultiModalProcessor._get_mm_hashes(inputs)",
             "BaseMultiModalProcessor._get_cache_missing_processor_kwargs(inputs, mm_is_cached)",
@@ -230,7 +229,6 @@ _SERVED = [
         "processors read the request, the config and the tokenizer",
         "ProcessorInputs.hf_processor_mm_kwargs",
         "ProcessorInputs.mm_data_items",
-        "ProcessorInputs.prompt",
         "BaseProcessingInfo.get_hf_config()",
         "BaseProcessingInfo.get_hf_processor()",
         "BaseProcessingInfo.get_tokenizer()",
@@ -281,9 +279,6 @@ _SERVED = [
     ),
     *_reaches("multimodal", "a family's processor", "MULTIMODAL_REGISTRY"),
     *_reaches("transformers_utils.processor", "sizes of images", "cached_processor_from_config(model_config)"),
-    *_reaches(
-        "tokenizers", "a word stands for an image that is left out", "cached_tokenizer_from_config(model_config)"
-    ),
     *_reaches("platforms", "what is served depends on the device", "current_platform"),
     *_reaches("platforms.interface", "what is served depends on the device", "Platform.is_cpu()"),
     *_reaches(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, PlainRope, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor
@@ -53,7 +52,7 @@ class LlavaInfo(ReducedInfo):
         return layout.tokens, kept(layout, self.reducer.of_item(item, modality, layout.tokens))
 
 
-class LlavaProcessor(AskingProcessor, ReducedProcessor):
+class LlavaProcessor(ReducedProcessor):
     """Mixin of a processor, put before the family's class."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
@@ -62,7 +61,7 @@ class LlavaProcessor(AskingProcessor, ReducedProcessor):
         return Placeholders(update.resolve(number).content.full[:count], positions=positions)
 
 
-class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
+class LlavaShaped(OriginalPositions, PlainRope):
     """Mixin of a model, put before the family's class: reduces the tokens of images after encoder and projector."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -103,7 +102,7 @@ class LlavaShaped(AskingModel, OriginalPositions, PlainRope):
             layout = self._layout(*size)
             if len(rows) != layout.tokens:
                 raise ValueError(f"an image became {len(rows)} tokens, its size asks for {layout.tokens}")
-            image_signals = self.question(number) | self.decided(rows) | (signals(number) if signals else {})
+            image_signals = self.decided(rows) | (signals(number) if signals else {})
             tiles.append((rows, layout.grids(), image_signals, self.reducer_of("image", number, layout.tokens)))
         reductions = zip(every, self._reductions(tiles), strict=True)
         return tuple(self._placed(result.apply(rows), result) for rows, result in reductions)

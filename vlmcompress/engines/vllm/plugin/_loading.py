@@ -165,3 +165,20 @@ class Unsupported(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Never called."""
         raise NotImplementedError
+
+
+def embedded(language_model: Any, ids: Tensor) -> Tensor:
+    """Embed words `ids [n]` that are not tokens of the current step, without LoRA adapters: `[n, d]`.
+
+    vLLM's layer with adapters assumes that its input are the step's tokens, each with its request's adapter.
+    """
+    model = language_model.model
+    # vllm/lora/layers/vocab_parallel_embedding.py::VocabParallelEmbeddingWithLoRA.forward indexes adapters by the step's
+    # tokens.
+    table = model.embed_tokens
+    model.embed_tokens = getattr(table, "base_layer", table)
+    try:
+        rows: Tensor = language_model.embed_input_ids(ids)
+    finally:
+        model.embed_tokens = table
+    return rows

@@ -21,7 +21,7 @@ from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
 from vlmcompress.engines.vllm.plugin._loading import ResumableProcessor
 from vlmcompress.engines.vllm.plugin._positions import longest_prompt
-from vlmcompress.engines.vllm.plugin._served_reducer import ARGUMENTS, KEEP, QUERY, UNITS, ServedReducer
+from vlmcompress.engines.vllm.plugin._served_reducer import KEEP, UNITS, ServedReducer
 from vlmcompress.models import spec_for, tile_grid
 from vlmcompress.reduction import methods
 from vlmcompress.reduction.hooks.pixels import unit_pixels
@@ -36,8 +36,8 @@ class Placeholders(PromptUpdateDetails):
 
 
 def without_ours(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's processor arguments without those that only the plugin knows."""
-    return {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    """A request's processor arguments without the one that only the plugin knows."""
+    return {name: value for name, value in arguments.items() if name != KEEP}
 
 
 class ReducedInfo:
@@ -62,12 +62,10 @@ class ReducedProcessor(ResumableProcessor):
     # vllm/multimodal/parse.py::EmbeddingItems bypass the processor, which could not shorten their placeholders.
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process as vLLM does. ValueError, which a server answers with status 400, for embeddings in place of images, and
-        for a `keep` or `query` that a request may not set."""
+        for a `keep` that a request may not set."""
         if any(isinstance(items, EmbeddingItems) for items in inputs.mm_data_items.values()):
             raise ValueError("this checkpoint reduces visual tokens itself; send images, not embeddings of them")
         kwargs, chosen = dict(inputs.hf_processor_mm_kwargs), self.info.reducer.chosen
-        if QUERY in kwargs and not chosen.query_aware:
-            raise ValueError(f"{chosen} does not look at the question; leave out '{QUERY}'")
         if KEEP in kwargs or chosen.reducer.keep_max is not None:
             # vllm/multimodal/processing/inputs.py::ProcessorInputs.get_mm_hashes hashes these arguments, and all of vLLM's
             # caches go by those hashes: an image has one entry for each share, the checkpoint's own among them.
@@ -85,8 +83,8 @@ class ReducedProcessor(ResumableProcessor):
     # vllm/model_executor/models/qwen3_vl.py::Qwen3VLMultiModalProcessor returns only arguments that transformers knows.
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, Any]:
         kwargs: Mapping[str, Any] = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)  # type: ignore[misc]
-        ours = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name in ARGUMENTS}
-        return {**kwargs, **ours}
+        ours = inputs.hf_processor_mm_kwargs
+        return {**kwargs, KEEP: ours[KEEP]} if KEEP in ours else kwargs
 
     # vllm/multimodal/processing/processor.py::BaseMultiModalProcessor._apply_hf_processor_main passes its arguments to
     # transformers' processor, which refuses unknown names.

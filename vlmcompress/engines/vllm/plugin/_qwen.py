@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmcompress.engines.vllm.plugin._asking import AskingModel, AskingProcessor
 from vlmcompress.engines.vllm.plugin._loading import sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, OriginalPositions, make_room, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, ReducedInfo, ReducedProcessor, without_ours
-from vlmcompress.engines.vllm.plugin._views import ViewsModel
 from vlmcompress.reduction.methods import Grid
 
 
@@ -56,10 +54,9 @@ class QwenInfo(ReducedInfo):
     """Mixin of a processing info with the counts of reduced images and videos."""
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """Return vLLM's limits, without videos for methods that read the question or pixels."""
+        """Return vLLM's limits, without videos for methods that read pixels."""
         limits = super().get_supported_mm_limits()  # type: ignore[misc]
-        only_images = self.reducer.chosen.query_aware or self.reducer.pixels
-        return {**limits, "video": 0} if only_images else limits
+        return {**limits, "video": 0} if self.reducer.pixels else limits
 
     def _merge_and_resolve_mm_processor_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return super()._merge_and_resolve_mm_processor_kwargs(without_ours(mm_kwargs))  # type: ignore[misc]
@@ -94,7 +91,7 @@ class ImagesInfo(QwenInfo):
         return {"image": self.reducer.count((1, size.height // side, size.width // side))}
 
 
-class QwenProcessor(AskingProcessor, ReducedProcessor):
+class QwenProcessor(ReducedProcessor):
     """Mixin of a processor: a placeholder for each kept token."""
 
     def _shortened(self, update: Any, number: int, mm_items: Any, out_mm_kwargs: Any) -> Placeholders:
@@ -112,7 +109,7 @@ class QwenProcessor(AskingProcessor, ReducedProcessor):
         return Placeholders(full[:count], positions=extent(grid, pace))
 
 
-class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
+class ReducedQwen(OriginalPositions):
     """Mixin of a model: a reducer after vLLM's encoder."""
 
     config: Any
@@ -120,11 +117,6 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         make_room(self.get_language_model(), vllm_config.model_config)  # type: ignore[attr-defined]
-
-    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
-        grids, kept = kwargs["image_grid_thw"], torch.tensor(stays)
-        patches = kept.repeat_interleave(grids.prod(-1).cpu())
-        return kwargs | {"pixel_values": kwargs["pixel_values"][patches], "image_grid_thw": grids[kept]}
 
     def span(self, feature: Any) -> tuple[np.ndarray, int]:
         """Positions of an image or video: all tokens begin at its first position."""
@@ -145,13 +137,7 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         images = super()._process_image_input(image_input)  # type: ignore[misc]
         return tuple(
-            self.reduced(
-                rows,
-                grid_of(patches, self.config),
-                ("image", number),
-                1.0,
-                **(self.question(number) | self.decided(rows)),
-            )
+            self.reduced(rows, grid_of(patches, self.config), ("image", number), 1.0, **self.decided(rows))
             for number, (rows, patches) in enumerate(zip(images, image_input["image_grid_thw"].tolist(), strict=True))
         )
 
@@ -189,4 +175,6 @@ class ReducedQwen(ViewsModel, OriginalPositions, AskingModel):
         """Numbers of tokens in encoder and projector, which process the full image."""
         if mm_kwargs is not None:
             num_mm_embeds = math.prod(grid_of(mm_kwargs[f"{modality}_grid_thw"].data, self.config))
-        return super().get_mm_lora_token_counts(modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds)
+        return super().get_mm_lora_token_counts(  # type: ignore[misc]
+            modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+        )

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
 
-from vlmcompress.engines.vllm.plugin._asking import embedded
+from vlmcompress.engines.vllm.plugin._loading import embedded
 from vlmcompress.engines.vllm.plugin._positions import DIMS, pack, unpack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders
 from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen, grid_of
-from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 from vlmcompress.reduction.methods import Grid
 
 
@@ -36,7 +35,7 @@ class Qwen3Info(QwenInfo):
         return max(tokens, min(seq_len, tokens + frames * (len(mark) + 2)))
 
 
-class Qwen3Processor(ViewsProcessor, QwenProcessor):
+class Qwen3Processor(QwenProcessor):
     """Mixin of a processor: a placeholder for each kept token, and for each of the text in a video."""
 
     def _placeholders(self, full: Any, count: int, grid: Grid, pace: float) -> Placeholders:

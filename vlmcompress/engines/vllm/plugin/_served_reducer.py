@@ -20,7 +20,6 @@ from vlmcompress.reduction import methods, scorer_file
 from vlmcompress.reduction.choice import ReducerChoice
 from vlmcompress.reduction.methods import Grid, Reduction, Signals, TokenCounter
 from vlmcompress.reduction.support import (
-    chooses_images,
     engine_problem,
     reads_pixels,
     require_counter,
@@ -33,8 +32,8 @@ from vlmcompress.utils.messages import foreign_errors
 
 UNITS = "kept_units"
 """The field of an image's tokens that stay, for methods that decide by pixels: one bool each."""
-KEEP, QUERY, STAYS = ARGUMENTS = ("keep", "query", "view_stays")
-"""Processor arguments that are ours: how much images keep, the question, and which of them stay."""
+KEEP = "keep"
+"""The processor argument that is ours: how much images keep."""
 _READ = ("architectures", "model_type", reducer_block.KEY)
 
 
@@ -86,11 +85,6 @@ class ServedReducer:
         return ServedReducer.of(hf_config)
 
     @property
-    def views(self) -> bool:
-        """Whether the method chooses among a request's images before the encoder; chosen images are not reduced."""
-        return chooses_images(self.chosen.reducer)
-
-    @property
     def pixels(self) -> bool:
         """Whether the method decides by pixels, in the processor."""
         return reads_pixels(self.chosen.reducer)
@@ -100,7 +94,7 @@ class ServedReducer:
 
         For methods within the encoder each frame of a video is an image.
         """
-        if self.views or self.pixels:
+        if self.pixels:
             return math.prod(grid)
         if self.counter:
             return self.counter.buckets[-1]
@@ -151,8 +145,6 @@ class ServedReducer:
             return [Reduction.keep(image["kept"], math.prod(image["grid"])) for image in images]
         # A check for NaN would make the host wait for the encoder, while vLLM could prepare the next step.
         signals = [Signals(**image, finite=True) for image in images]
-        if self.views:  # decided before the encoder: these images stay
-            return [Reduction.identity(image.n, image.device) for image in signals]
         return methods.reduce_all(self.chosen.reducer, signals, check=False)
 
     @functools.cached_property

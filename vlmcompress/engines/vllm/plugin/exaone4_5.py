@@ -14,7 +14,7 @@ from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, Red
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "Exaone4_5_ForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query")
+SIGNALS = ("features", "pixels")
 
 
 class Processor(QwenProcessor):

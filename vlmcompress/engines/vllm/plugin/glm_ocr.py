@@ -8,7 +8,7 @@ from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen import ImagesInfo, QwenProcessor, ReducedQwen
 
 ARCHITECTURE = "GlmOcrForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query")
+SIGNALS = ("features", "pixels")
 
 
 @register_processing(ImagesInfo, QwenProcessor)

@@ -21,8 +21,7 @@ from vllm.model_executor.models.interns1 import (
     InternS1ProcessingInfo,
 )
 
-from vlmcompress.engines.vllm.plugin._asking import embedded
-from vlmcompress.engines.vllm.plugin._loading import sent
+from vlmcompress.engines.vllm.plugin._loading import embedded, sent
 from vlmcompress.engines.vllm.plugin._positions import DIMS, longest_prompt, pack
 from vlmcompress.engines.vllm.plugin._processing import Placeholders, register_processing
 from vlmcompress.engines.vllm.plugin._tiles import TiledImages, TiledInfo, TiledProcessor

@@ -19,12 +19,11 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vlmcompress.engines.vllm.plugin._encoder import EncoderMerging, Scan, grid_of
 from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, LlavaShaped
 from vlmcompress.engines.vllm.plugin._processing import CountedInfo, CountedProcessor, counts_of
-from vlmcompress.engines.vllm.plugin._views import ViewsModel, ViewsProcessor
 from vlmcompress.reduction.methods import Grid, Reduction
 from vlmcompress.reduction.support import needs_encoder
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query", "saliency", "windowed", "keys", "heads", "views")
+SIGNALS = ("features", "pixels", "saliency", "windowed", "keys", "heads")
 COUNTED = True
 
 
@@ -32,7 +31,7 @@ class Info(CountedInfo, LlavaInfo, LlavaProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images."""
 
 
-class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
+class Processor(LlavaProcessor, CountedProcessor, LlavaMultiModalProcessor):
     """vLLM's processor of the family, with cache keys that depend on the reducer."""
 
     def _grids(self, inputs: Mapping[str, Any]) -> list[list[Grid]]:
@@ -41,7 +40,7 @@ class Processor(ViewsProcessor, LlavaProcessor, CountedProcessor, LlavaMultiModa
 
 
 @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
-class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaForConditionalGeneration):
+class VlmcompressLlavaForConditionalGeneration(LlavaShaped, LlavaForConditionalGeneration):
     """vLLM's model of the family, with a reducer in its encoder, before its projector or after it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -63,10 +62,6 @@ class VlmcompressLlavaForConditionalGeneration(ViewsModel, LlavaShaped, LlavaFor
         """Encode, reduce and project images."""
         self._counts = counts_of(kwargs)
         return super().embed_multimodal(**kwargs)
-
-    def _of(self, kwargs: dict[str, Any], stays: list[bool]) -> dict[str, Any]:
-        pixels = [image for image, stay in zip(kwargs["pixel_values"], stays, strict=True) if stay]
-        return kwargs | {"pixel_values": torch.stack(pixels)}
 
     def _process_image_input(self, image_input: Any) -> tuple[Tensor, ...]:
         pixels = image_input["pixel_values"]

@@ -10,7 +10,7 @@ from vlmcompress.engines.vllm.plugin._llava import LlavaInfo, LlavaProcessor, Ll
 from vlmcompress.engines.vllm.plugin._processing import register_processing
 
 ARCHITECTURE = "LlavaNextForConditionalGeneration"
-SIGNALS = ("features", "query")
+SIGNALS = ("features",)
 
 
 @register_processing(LlavaInfo, LlavaProcessor)

@@ -21,7 +21,7 @@ from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.reduction.methods import Grid
 
 ARCHITECTURE = "LlavaOnevisionForConditionalGeneration"
-SIGNALS = ("features", "query")
+SIGNALS = ("features",)
 VIDEOS = True
 FRAMES = 16  # most frames of a video in the memory profile, as in vLLM
 
@@ -34,10 +34,6 @@ def film(config: Any, frames: int) -> Grid:
 
 class Info(LlavaInfo, LlavaOnevisionProcessingInfo):
     """vLLM's processing info of the family, with the counts of reduced images and videos."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return vLLM's limits, without videos for query-aware methods."""
-        return {"image": None, "video": 0 if self.reducer.chosen.query_aware else None}
 
     def get_num_video_tokens(self, *, image_width: int, image_height: int, num_frames: int) -> int:
         """The most placeholders of such a video in the prompt."""

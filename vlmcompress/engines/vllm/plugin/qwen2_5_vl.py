@@ -6,13 +6,12 @@ from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGenera
 
 from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen
-from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query", "views")
+SIGNALS = ("features", "pixels")
 VIDEOS = True
 
 
-@register_processing(QwenInfo, ViewsProcessor, QwenProcessor)
+@register_processing(QwenInfo, QwenProcessor)
 class VlmcompressQwen2_5_VLForConditionalGeneration(ReducedQwen, Qwen2_5_VLForConditionalGeneration):
     """vLLM's Qwen2.5-VL with a reducer after its encoder."""

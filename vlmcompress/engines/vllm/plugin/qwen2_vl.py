@@ -6,13 +6,12 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 
 from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen import QwenInfo, QwenProcessor, ReducedQwen
-from vlmcompress.engines.vllm.plugin._views import ViewsProcessor
 
 ARCHITECTURE = "Qwen2VLForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query", "views")
+SIGNALS = ("features", "pixels")
 VIDEOS = True
 
 
-@register_processing(QwenInfo, ViewsProcessor, QwenProcessor)
+@register_processing(QwenInfo, QwenProcessor)
 class VlmcompressQwen2VLForConditionalGeneration(ReducedQwen, Qwen2VLForConditionalGeneration):
     """vLLM's Qwen2-VL with a reducer after its encoder."""

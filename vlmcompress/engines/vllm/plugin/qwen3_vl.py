@@ -8,7 +8,7 @@ from vlmcompress.engines.vllm.plugin._processing import register_processing
 from vlmcompress.engines.vllm.plugin._qwen3 import Qwen3Info, Qwen3Processor, ReducedQwen3
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-SIGNALS = ("features", "pixels", "query", "views")
+SIGNALS = ("features", "pixels")
 VIDEOS = True
 
 
