@@ -2,7 +2,7 @@
 
     equal      quantizers, statistics and reducers against a CPU    kernels           Triton's kernels against torch
     layers     a block's layers by every scheme                     next_to_encoder   reducers' own time
-    prefill    prefill after reducers                               training          gradients, recovery, rotation, ranges
+    prefill    prefill after reducers                               training          gradients, scorers, rotation, ranges
     suite      the test suite, as far as it can run there           whole             models from loading to the folder
 
 Before them: measuring, inputs like those of trained models, and checkpoints. All of it runs on a CPU with tiny shapes, too.
@@ -771,15 +771,13 @@ STEPS, BATCH = 10, 2
 
 
 def training(place: Place, what: str) -> dict[str, Any]:
-    """Run `gradients`, `recover`, `learn-reducer`, `rotate` or `kv-cache` on three decoder blocks of full width.
+    """Run `gradients`, `learn-reducer`, `rotate` or `kv-cache` on three decoder blocks of full width.
 
     Each is a verb's run on random weights: seconds by phase, peak memory, and whether it finishes. What is learned means
     nothing. Raises `Failed` if a figure is not finite.
     """
     import vlmcompress
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
-    from vlmcompress.training.recover import recover
-    from vlmcompress.training.train_student import TrainingOptions
     from vlmcompress.utils.errors import UserError
 
     source = model(place, QWEN, "shallow", apart=True)
@@ -788,10 +786,6 @@ def training(place: Place, what: str) -> dict[str, Any]:
 
     def quantize(scheme: str, options: Mapping[str, Any], **keys: Any) -> Any:
         return vlmcompress.quantize(recipe_for(place, source, out, scheme, options, **keys), overwrite=True).manifest
-
-    def recovered() -> Any:
-        recipe = recipe_for(place, source, out, "none", {}, reduce="divprune:0.5")
-        return recover(recipe, TrainingOptions(steps=STEPS, batch=BATCH, every=STEPS // 2), overwrite=True).manifest
 
     def learned() -> Any:
         recipe = recipe_for(place, source, scorer, "none", {})
@@ -804,7 +798,6 @@ def training(place: Place, what: str) -> dict[str, Any]:
 
     runs: dict[str, Callable[[], Any]] = {
         "gradients": lambda: quantize("mbq", {"objective": "gram"}),  # mbq reads gradients
-        "recover": recovered,
         "learn-reducer": learned,
         "rotate": lambda: quantize("rtn", {}, rotate="hadamard"),
         "kv-cache": lambda: quantize("fp8", {}, kv_cache="fp8"),
@@ -813,7 +806,7 @@ def training(place: Place, what: str) -> dict[str, Any]:
     try:
         seconds, manifest = once(runs[what])
     finally:
-        for path in (out, Path(f"{out}-quantized"), scorer):
+        for path in (out, scorer):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     result = {"seconds": round(seconds, 2), "phases": manifest["timing"], **peaks()}
     if odd := [name for name, value in manifest["timing"].items() if not math.isfinite(value)]:

@@ -163,8 +163,8 @@ STEPS: tuple[Step, ...] = (
         [Part("qwen2.5-vl-7b", 1.0, MODELS)],
     ),
     Step(
-        "training", "gradient pass, ten steps of recover and learn-reducer, rotation, KV ranges", "gpu.bare:training",
-        _each({"gradients": 0.7, "recover": 0.5, "learn-reducer": 0.5, "rotate": 0.4, "kv-cache": 0.5}, QUANTIZES, "what"),
+        "training", "gradient pass, ten steps of learn-reducer, rotation, KV ranges", "gpu.bare:training",
+        _each({"gradients": 0.7, "learn-reducer": 0.5, "rotate": 0.4, "kv-cache": 0.5}, QUANTIZES, "what"),
     ),
     Step(
         "tests", "the default test suite", "gpu.bare:suite",

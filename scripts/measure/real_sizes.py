@@ -49,8 +49,7 @@ def source(family: str, engine: str, folder: Path) -> Path:
     from tests.kit.float_models import floats
 
     floats(family, folder, **(published.VARIANTS.get(family, {}) if engine == "llamacpp" else {}))
-    if engine != "vllm":
-        getattr(published, f"for_{engine}")(family, folder)
+    getattr(published, f"for_{engine}")(family, folder)
     return published.with_real_limits(family, folder)
 
 

@@ -191,7 +191,7 @@ quantize MODEL -o OUT --scheme fp8 --reduce nope
 quantize nowhere -o OUT/new --scheme fp8
 quantize STRANGE -o OUT/new --scheme fp8
 calibrate OUT -o OUT/new
-recover nowhere -o OUT/new
+learn-reducer nowhere -o OUT/new.safetensors
 search nowhere -o OUT/new --data nowhere --calib nowhere --target a100 --max-drop 0.01
 plan nowhere
 plan STRANGE

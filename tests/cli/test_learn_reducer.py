@@ -142,10 +142,6 @@ def test_training_images_without_held_out_ones_are_refused(models, tmp_path, cap
     mixed(tmp_path, lambda i: i in first)
     code, _, err = run(capsys, *arguments, "-o", out, *FEW)
     assert code == 2 and "none of the 8 samples that are held out has an image" in err and err.count("\n") == 1
-    code, _, err = run(
-        capsys, "recover", *arguments[1:], "--reduce", "uniform:0.5", "-o", tmp_path / "out", "--samples", 40
-    )
-    assert code == 2 and "none of the 8 samples that are held out has an image" in err
     assert last and not out.exists()
 
 

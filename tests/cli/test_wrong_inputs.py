@@ -39,8 +39,6 @@ NESTED = "[" * 100_000 + "]" * 100_000
 RTN, GPTQ = "quantize llava -o new --scheme rtn", "quantize llava -o new --scheme gptq --calib calib.jsonl"
 TOKENS, PLAN = "check llava --image-size 56x56", "plan llava"
 EVAL, BENCH = f"eval {DEMO} --baseline {DEMO}", f"bench {DEMO} --baseline {DEMO}"
-RECOVER = "recover llava --calib data/calib.jsonl -o new"
-RECOVERED = f"{RECOVER} --reduce divprune:0.25"
 LEARN = "learn-reducer llava --calib data/calib.jsonl -o new.safetensors"
 INSPECT = "inspect llava a.png -o new.png"
 CONFIG, PROCESSOR, WEIGHTS = "llava/config.json", "llava/processor_config.json", "llava/model.safetensors"
@@ -250,13 +248,10 @@ plan llava --memory=: --memory empty
 plan llava --speculative mpt: mpt mtp
 plan llava --speculative mtp:x: mtp 1 100
 plan llava --speculative mtp: head ngram
-{RECOVER}: --reduce
-{RECOVER} --reduce dymu:0.5 --train tower: --train dymu
-{RECOVERED} --train projektor: --train projektor projector
-{RECOVERED} --text data/calib.jsonl: --text calibration
-{RECOVERED} --samples 10: 10 16
-{RECOVERED} --set scheme=fp8: scheme recover
-{RECOVERED.replace("llava", "out")}: quantized 16-bit
+recover llava --reduce divprune:0.25 -o new: recover learn-reducer vlmcompress.reduction.hooks.attach
+{LEARN} --text data/calib.jsonl: --text calibration
+{LEARN} --samples 10: 10 16
+{LEARN} --set scheme=fp8: scheme learn-reducer
 {LEARN} --hidden 32: --hidden 64
 {LEARN} --lr nan: --lr nan
 {LEARN} --keep 0.001: keep 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -181,6 +182,19 @@ def test_the_script_of_the_folder_answers(tmp_path):
     run = engines.get_engine("openvino").answer(out, [request], media=tmp_path, settings=SETTINGS)
     assert run.engine["name"] == "openvino"
     assert _without_pieces(done.stdout).startswith(_without_pieces(run.answers["0"].text))
+
+
+@pytest.mark.slow
+def test_doctor_compares_with_the_same_weights(tmp_path, quick_engines, capsys):
+    """All is fine with the source of a folder, and first tokens are not with another model's weights."""
+    source = source_of(FAST, tmp_path / "source")
+    command = ["doctor", str(write(source, tmp_path / "out")), "--engine", "openvino", "--prompts", "4", "--source"]
+    assert main([*command, str(source)]) == 0
+    assert "4 of 4 questions answered" in capsys.readouterr().out
+    build(FAST, tmp_path / "seeded", seed=1)
+    shutil.copy(tmp_path / "seeded" / "model.safetensors", source)
+    assert main([*command, str(source)]) == 1
+    assert "first tokens" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from tests.kit.places import ROOT
 
 OURS = (
     *("vlmcompress.cli.quantize", "vlmcompress.quantization.run"),
-    *("vlmcompress.training.recover", "vlmcompress.training.learn_reducer"),
+    "vlmcompress.training.learn_reducer",
     *(
         "vlmcompress.evaluation.accuracy.ask",
         "transformers.models.auto.modeling_auto",

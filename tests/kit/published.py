@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.float_models import edit
+from vlmcompress.models import read_config, spec_for
 
 ENDS = [258, 257]  # `<|im_end|>`, and `<|endoftext|>`, which llama.cpp takes for an end by its name
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # in another order in ggml than in transformers
@@ -53,6 +54,13 @@ LIMITS: dict[str, dict[str, Any]] = {
     "mistral3": {"size": {"longest_edge": 1540}},
 }
 """Settings of image processors for `with_real_limits`, where they are no limits of pixels."""
+
+
+def for_vllm(family: str, folder: Path) -> Path:
+    """A tiny checkpoint, with what vLLM reads of config.json beyond transformers, as `quantize` writes it."""
+    config = read_config(folder)
+    (folder / "config.json").write_text(json.dumps(spec_for(config).completed(config)))
+    return folder
 
 
 def for_llamacpp(family: str, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from tests.kit.inputs import encode
 from vlmcompress import models
 from vlmcompress.models import Group, ModelSpec
+from vlmcompress.quantization.run import quantize
+from vlmcompress.recipe import Recipe
 
 
 def test_quantized_models_answer_about_one_and_two_images(family, loaded):
@@ -128,3 +131,26 @@ def _smooth(model, group: Group, spec: ModelSpec, part: str, generator: torch.Ge
         op.bias.div_(s)
     for name in (*group.linears, *group.kept):
         model.get_submodule(name).weight.mul_(s)
+
+
+def test_positions_of_paddleocr_vl_are_sampled_at_centres(loaded):
+    """Oracle: torch's resampling, as in the authors' code and vLLM (`paddleocr_vl.py`)."""
+    embeddings = copy.deepcopy(loaded("paddleocr-vl").model.model.visual.vision_model.embeddings).float()
+    side, shape = embeddings.num_grid_per_side, (6, 2)
+    table = embeddings.position_embedding.weight.T.view(1, -1, side, side)
+    expected = torch.nn.functional.interpolate(table, shape, mode="bilinear", align_corners=False)[0].flatten(1).T
+    patches = torch.zeros(shape[0] * shape[1], 3, 14, 14)
+    got = embeddings(patches[None], torch.tensor([[1, *shape]])) - embeddings.patch_embedding(patches).flatten(1)
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_ministral_3_scales_queries_in_vllm(tmp_path, checkpoint):
+    """What vLLM's decoder reads is written next to what transformers' reads."""
+    source, out = checkpoint("mistral3"), tmp_path / "out"
+    quantize(Recipe.of(source, out, scheme="fp8"))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    rope = before["text_config"]["rope_parameters"]
+    assert "llama_4_scaling" not in before["text_config"]
+    original = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+    scaling = {"beta": rope["llama_4_scaling_beta"], **original}
+    assert after["text_config"] == before["text_config"] | {"llama_4_scaling": scaling}

@@ -130,7 +130,7 @@ def test_methods_that_need_training():
         text: (c.reducer.LEARNS, c.reducer.needs_thresholds, c.has_thresholds) for text, c in choices.items()
     } == states
     *_, learned = choices.values()
-    assert str(learned.without_thresholds) == "dymu:0.5" and learned.label == "dymu:0.5 (learned thresholds)"
+    assert learned.label == "dymu:0.5 (learned thresholds)" and choices["dymu:0.5"].label == "dymu:0.5"
     assert choices["uniform:0.5"].with_thresholds((0.5,)) == choices["uniform:0.5"]
     assert [same(learned, other) for other in choices.values()] == [False, True, True, True]
     assert not same(learned, learned.with_thresholds((0.5, 0.5))) and not same(learned, None) and same(None, None)

@@ -47,13 +47,14 @@ RETIRED = {
     "thresholds": "vlmcompress learn-reducer MODEL -o FILE.json",
     "push": "hf upload ORG/NAME OUT, after vlmcompress doctor OUT",
     "tokens": "vlmcompress check MODEL --image-size WxH",
+    "recover": "vlmcompress learn-reducer MODEL -o FILE.safetensors, or train MODEL in your own trainer, such as "
+    "transformers' with peft, after vlmcompress.reduction.hooks.attach",
 }
 # Earlier flag -> what to do now.
 RETIRED_FLAGS = {
     "--stats": "name the samples by --calib",
     "--vision-attention": "leave it out",
     "--hidden": "leave it out, a scorer is 64 wide",
-    "--rank": "leave it out, adapters have rank 8",
     "--top": "the table has the worst layers, --json has all",
     "--sizes": "give --data with images of the size that you want",
     "--speed": "leave it out, as speed is measured where the target is this machine",

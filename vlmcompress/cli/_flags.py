@@ -124,7 +124,7 @@ RECIPE_KEYS = {
     "seed": "seed",
 }
 
-# Recipe keys of a training without a reducer.
+# Recipe keys of a training.
 TRAINING = ("model", "out", "calibrate", "trust_remote_code", "seed")
 
 
@@ -207,7 +207,14 @@ def recipe(parser: Parser) -> None:
     vocabulary(parser)
     kv_cache(parser, "fp8: store scales for an FP8 KV cache")
     rotation(parser)
-    reducer(parser, "visual-token reducer of the checkpoint")
+    parser.add_argument(
+        "--reduce",
+        metavar="METHOD[:KEEP]",
+        action="append",
+        default=none,
+        help=f"visual-token reducer of the checkpoint, e.g. coverage:0.5 ({ALONE}); resize:0.5, alone or before a reducer, "
+        "makes images smaller",
+    )
     data(parser)
     settings(parser, "any recipe key, e.g. options.symmetric=true")
 
@@ -320,13 +327,6 @@ def rotation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def reducer(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add the flag of a recipe's reducer and of a `resize` before it. `about`: the start of its help."""
-    example = f"e.g. coverage:0.5 ({ALONE}); resize:0.5, alone or before a reducer, makes images smaller"
-    none = argparse.SUPPRESS
-    parser.add_argument("--reduce", metavar="METHOD[:KEEP]", action="append", default=none, help=f"{about}, {example}")
-
-
 def reducers(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add the flag of several reducers to compare."""
     parser.add_argument(
@@ -431,17 +431,15 @@ def read_model_config(name: str, family: bool = True) -> dict[str, Any]:
     return config
 
 
-def require_used_values(values: Mapping[str, Any], verb: str, keys: Sequence[str], trained_on: str = "") -> None:
-    """Raise `UserError` for recipe values that a verb without a scheme does not use.
+def require_used_values(values: Mapping[str, Any], verb: str, trained_on: str) -> None:
+    """Raise `UserError` for recipe values that a training does not use.
 
     Args:
         values: from `recipe_values`.
-        keys: the recipe keys of the verb.
-        trained_on: for a training, a sentence about its data, used to refuse flags that are for calibration only.
+        trained_on: a sentence about its data, used to refuse flags that are for calibration only.
     """
     for key, flag in (("text", "--text"), ("all_experts", "--all-experts")):
-        if trained_on and key in values.get("calibrate", {}):
+        if key in values.get("calibrate", {}):
             raise UserError(f"{flag} is for calibration; {trained_on}, leave it out")
-    foreign = [key for key in values if key not in keys]
-    if foreign:
-        raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], keys)}")
+    if foreign := [key for key in values if key not in TRAINING]:
+        raise UserError(f"--set {foreign[0]}: no such key of {verb}{did_you_mean(foreign[0], TRAINING)}")

@@ -61,20 +61,6 @@ def evaluation_command(candidate: str | Path, baseline: str | Path, flags: str =
     return f"vlmcompress eval {shlex.quote(str(candidate))} --baseline {shlex.quote(str(baseline))}{flags}{data}"
 
 
-def calibration_flag(model: str | Path, used: str | Path | None, bundled_with: str | Path) -> str:
-    """The `--calib` flag, with a leading space, for a next `quantize` of a model; empty if it can use bundled data.
-
-    Args:
-        used: the data that the user gave to this run, or None; the flag repeats them.
-        bundled_with: the model whose bundled data this run used if `used` is None.
-    """
-    from vlmcompress.models.data.sources import bundled_data
-
-    if used is None and bundled_data(model, "calibration"):
-        return ""
-    return f" --calib {shlex.quote(str(used or bundled_data(bundled_with, 'calibration') or 'DATA'))}"
-
-
 def plan_data(plan: Plan, resolved: Resolved, preview: Preview | None) -> dict[str, Any]:
     """A plan as data for `--json`. `preview`: the calibration samples; None: not read."""
     return {

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from vlmcompress import engines
 
     values = _flags.recipe_values(args)
-    _flags.require_used_values(values, "draft", _flags.TRAINING, "a draft is trained on the questions of DATA")
+    _flags.require_used_values(values, "draft", "a draft is trained on the questions of DATA")
     from vlmcompress.training.draft import DraftTraining, draft
 
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})

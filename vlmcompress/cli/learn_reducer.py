@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
-from vlmcompress.cli._outcome import OK, Outcome, calibration_flag, evaluation_command, written_text
+from vlmcompress.cli._outcome import OK, Outcome, evaluation_command, written_text
 from vlmcompress.utils import distributed, hub
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import ProgressBar
@@ -72,7 +72,7 @@ def _thresholds(args: argparse.Namespace) -> Outcome:
         raise UserError(f"{out} is a folder; give another name for the file of thresholds")
     reducer = parse_reducer(f"{threshold_file.METHOD}:{args.keep or '1/3'}")
     values = {key: value for key, value in _flags.recipe_values(args).items() if key != "out"}
-    _flags.require_used_values(values, "learn-reducer", _flags.TRAINING, "thresholds are learned from images")
+    _flags.require_used_values(values, "learn-reducer", "thresholds are learned from images")
     recipe = resolve(values | {"scheme": "none"}).recipe
     if reason := support.family_problem(models.spec_for(models.read_config(recipe.model)), reducer.method):
         raise UserError(reason)
@@ -102,7 +102,7 @@ def _scorer(args: argparse.Namespace) -> Outcome:
         raise UserError("--keep auto: training needs a share; give one above 0 and below 1, such as 0.25")
     share = DEFAULTS["keep"] if args.keep is None else yaml_files.parse_yaml(args.keep, "--keep")
     keep = make_choice("learned", {"keep": share}, f"--keep {args.keep}").reducer.keep
-    _flags.require_used_values(values, "learn-reducer", _flags.TRAINING, "a scorer is trained on images with questions")
+    _flags.require_used_values(values, "learn-reducer", "a scorer is trained on images with questions")
     from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
 
     training = ScorerTraining(keep, **{name: getattr(args, name) for name in DEFAULTS if name != "keep"}, to=args.to)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _scorer(args: argparse.Namespace) -> Outcome:
     if not distributed.is_main():
         return OK, None, ""
     model = hub.display_path(recipe.model)
-    calib = calibration_flag(model, recipe.calibrate.data, model)
+    calib = f" --calib {shlex.quote(str(recipe.calibrate.data))}" if recipe.calibrate.data else ""  # else bundled data
     reduce = "--reduce " + shlex.quote(f"learned:{facts['keep']:g},scorer={recipe.out}")
     data = {
         "ok": True,

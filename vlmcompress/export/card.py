@@ -51,7 +51,7 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
     before, after = record["size"]["weights_before"], record["size"]["weights_after"]
     sizes = f"Weights: {size(before)} before, {size(after)} after ({smaller(before, after)})."
     if before == after:
-        sizes = f"Weights: {size(after)}, {'trained' if _recovered(record) else 'as they were'}."
+        sizes = f"Weights: {size(after)}, as they were."
     sections = [
         f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True, width=10_000)}---",
         f"# {_plain(name)}\n\n{source} ({record['model']['family']}) compressed with vlmcompress. {sizes}",
@@ -64,10 +64,8 @@ def render_card(record: Mapping[str, Any], tree: Path, name: str) -> str:
         )
     if reducer := reducer_block.read_reducer(config):
         on_demand = reducer.reducer.takes_shares and record["recipe"].get("engine", "vllm") == "vllm"
-        text = _reducer(reducer.reducer.label, record.get("visual_tokens"), _recovered(record))
+        text = _reducer(reducer.reducer.label, record.get("visual_tokens"))
         sections.append("## Visual tokens\n\n" + text + ON_DEMAND * on_demand)
-    if recovery := record.get("recovery"):
-        sections.append("## Recovered\n\n" + _recovery(recovery))
     sections.append("## Use\n\n" + _usage(name, facts))
     if record.get("errors"):
         text = f"{manifest.errors_text(record['errors'])} `vlmcompress report . --errors` lists them."
@@ -136,32 +134,14 @@ def number_format(args: Mapping[str, Any] | None) -> str:
     )
 
 
-def _recovered(record: Mapping[str, Any]) -> bool:
-    """Whether weights were trained with the reducer."""
-    return bool((record.get("recovery") or {}).get("changed"))
-
-
-def _recovery(recovery: Mapping[str, Any]) -> str:
-    """The section about training with the reducer."""
-    kl, samples = recovery["held_out_kl"], recovery["samples"]
-    training = f"{recovery['steps']} steps on {samples['trained_on']} samples"
-    if not recovery["changed"]:
-        return f"{training} lowered nothing on {samples['held_out']} held-out samples; the weights are as they were before."
-    return (
-        f"Trained after the reducer to answer as the original does: {training}. Its divergence from the original on "
-        f"{samples['held_out']} held-out samples fell from {kl['before']:.4f} to {kl['after']:.4f} nats an answer token."
-    )
-
-
-def _reducer(reducer: str, tokens: Mapping[str, Any] | None, recovered: bool) -> str:
+def _reducer(reducer: str, tokens: Mapping[str, Any] | None) -> str:
     """The section about the reducer: what it removes, and the config block that describes it."""
     text = f"This checkpoint carries the reducer `{reducer}`: fewer visual tokens reach the language model."
     if tokens and tokens["after"] is None:
         text += f" Of the {tokens['before']:,} of an image of {tokens['image']}, as many as its content asks for."
     elif tokens:
         text += f" Of an image of {tokens['image']}, {tokens['after']:,} of {tokens['before']:,}."
-    text += " Tokens that are kept have their original positions, and "
-    text += "the weights are trained for it." if recovered else "no weight depends on it."
+    text += " Tokens that are kept have their original positions, and no weight depends on it."
     return f"{text} The block `{reducer_block.KEY}` of config.json says what is reduced."
 
 

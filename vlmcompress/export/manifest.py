@@ -20,7 +20,7 @@ from vlmcompress.utils.schema import Amount, Count, Number, Place
 
 MANIFEST = "vlmcompress.json"
 SCHEMA_VERSION = 1
-OPTIONAL = ("allocation", "visual_tokens", "recovery", "devices")
+OPTIONAL = ("allocation", "visual_tokens", "devices")
 OF_OUTPUTS = "squared error of a layer's output relative to the output, over the tokens of a modality"
 OF_WEIGHTS = "squared error of a layer's weights relative to the weights"
 
@@ -55,8 +55,6 @@ Original = TypedDict("Original", {"family": str, "source": str, "config_sha256":
 _Text = TypedDict("_Text", {"source": str, "samples": Count})
 _Cache = TypedDict("_Cache", {"maximum": _ByKind, "clipped": dict[Kind, Amount | None], "error": _ByKind})
 _Size = TypedDict("_Size", {"weights_before": Count, "weights_after": Count})
-_Samples = TypedDict("_Samples", {"trained_on": Count, "held_out": Count})
-_Divergence = TypedDict("_Divergence", {"before": Number, "after": Number})
 _Tokens = TypedDict("_Tokens", {"image": str, "before": Count, "after": Count | None})
 _Bits = TypedDict("_Bits", {"bits": Number})
 _Formats = TypedDict("_Formats", {"from": str, "to": str})
@@ -91,15 +89,6 @@ class CalibrationData(TypedDict):
     held_out: NotRequired[Count]  # further samples, which errors of layers were measured on
 
 
-class _Recovery(TypedDict):
-    parameters: dict[str, Count]
-    samples: _Samples
-    held_out_kl: _Divergence
-    steps: Count
-    best_step: Count
-    changed: bool
-
-
 class Manifest(TypedDict):
     """The JSON object of the file: the fields that are read back, of more."""
 
@@ -114,7 +103,6 @@ class Manifest(TypedDict):
     kv_cache: NotRequired[dict[str, dict[Literal["k", "v"], _Cache]]]  # attention module -> see `statistics.kv_range`
     warnings: list[str]  # deviations from the recipe
     visual_tokens: NotRequired[_Tokens]
-    recovery: NotRequired[_Recovery]  # settings, trained parts, held-out divergence, steps
     allocation: NotRequired[_Bits]  # `bits` of the recipe: bits per weight, widths, errors
     converted: NotRequired[_Formats]
     devices: NotRequired[list[int]]  # those of 1, 2, 4 and 8 devices over which vLLM can split the model

@@ -20,7 +20,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from vlmcompress.models import _experts
 from vlmcompress.models._names import COMPUTED, flattened
-from vlmcompress.models._read import mixture, read_config, read_json, require_unquantized, spec_for, stored_tensors
+from vlmcompress.models._read import (
+    family_of,
+    mixture,
+    read_config,
+    read_json,
+    require_unquantized,
+    spec_for,
+    stored_tensors,
+)
 from vlmcompress.models._requirements import require_processor_sizes
 from vlmcompress.models._source import (
     VLM,
@@ -157,6 +165,8 @@ def open_model(
         model, info = kind.from_pretrained(None, **options)
     # where tools that build on transformers look for the files
     model.name_or_path = model.config.name_or_path = str(path)
+    if (family := family_of(content)) and family.tower.mend:
+        family.tower.mend(model)
     if spec and meta_model is not None:
         names = {key: disk for key, disk in placed_names(path, meta_model)[0].items() if inside in key}
         _experts.put_in(model, meta_model, {key: stored[disk] for key, disk in names.items()})

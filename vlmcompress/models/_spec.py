@@ -162,6 +162,8 @@ class Tower:
             (`default`).
         unreduced: model types of towers whose tokens cannot be reduced, with the reason.
         blocks: part of the class name of blocks that identifies this tower in models without a family here.
+        mend: function of a loaded model that corrects what transformers' tower computes otherwise than its authors' code;
+            None: nothing.
     """
 
     cls: str | None = None
@@ -171,6 +173,7 @@ class Tower:
     merging: tuple[tuple[str, str], ...] = ()
     unreduced: tuple[tuple[str, str], ...] = ()
     blocks: str | None = None
+    mend: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +225,7 @@ class Engines:
         head_shares: whether vLLM's class ties the output head to the embedding regardless of config.json.
         embedding_whole: whether vLLM's class builds the token embedding without a quantization config.
         kv_scales: whether vLLM's class reads scales of an FP8 cache of keys and values from a checkpoint.
-        text_defaults: entries of `text_config` that vLLM reads but transformers may omit -> transformers' value.
+        text_defaults: of `text_config`: entries that vLLM reads but transformers may omit -> transformers' value.
         vllm_cpu: why vLLM's CPU build cannot run the family; None if it can.
         vllm_differs: of config.json, and whether vLLM is the CPU build: what vLLM computes otherwise than transformers.
         tool_calls: vLLM's parser for the family's tool calls, and a string in the chat template that identifies their
@@ -233,7 +236,7 @@ class Engines:
     head_shares: bool = False
     embedding_whole: bool = False
     kv_scales: bool = True
-    text_defaults: tuple[tuple[str, Any], ...] = ()
+    text_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda text: {}
     vllm_cpu: str | None = None
     vllm_differs: Callable[[Mapping[str, Any], bool], str | None] = lambda config, cpu: None
     tool_calls: tuple[str, str] | None = None
@@ -294,9 +297,9 @@ class ModelSpec:
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json with missing `text_defaults` filled in."""
         text = config.get("text_config")
-        if not self.engine.text_defaults or not isinstance(text, Mapping):
+        if not isinstance(text, Mapping):
             return dict(config)
-        return {**config, "text_config": dict(self.engine.text_defaults) | dict(text)}
+        return {**config, "text_config": {**self.engine.text_defaults(text), **text}}
 
     def engine_name(self, memory_name: str) -> str:
         """The name of a module or tensor in vLLM, before vLLM fuses it (`q_proj` is part of `qkv_proj` there)."""

@@ -89,15 +89,6 @@ class Run:
     progress: Progress = silent
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """Training of a model: `trained`: parameter (memory name) -> value in the type that the source has; `facts`: the manifest's
-    description of the training."""
-
-    trained: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-
-
 def quantize(recipe: Recipe, *, restart: bool = False, overwrite: bool = False, progress: Progress = silent) -> Result:
     """Quantize `recipe.model` into `recipe.out`.
 
@@ -332,12 +323,8 @@ class RoundedLayers(Mapping):
         return len(self._group)
 
 
-def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, Any]:
-    """Write OUT from the finished blocks of a run, and layers that are rounded now, and return its manifest.
-
-    Args:
-        recovery: the training that the checkpoint comes from; None: there was none.
-    """
+def write_checkpoint(run: Run) -> dict[str, Any]:
+    """Write OUT from the finished blocks of a run, and layers that are rounded now, and return its manifest."""
     plan, recipe = run.plan, run.recipe
     extra_files: dict[str, Mapping[str, Any] | bytes] = {}
     setting = None
@@ -353,7 +340,7 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
     results = []
     if plan.observes:
         results = [load_block(run.work, layer, weights=False) for layer, groups in enumerate(plan.steps) if groups]
-    manifest = run_manifest(plan, recipe, results, run.origin, recovery.facts if recovery else None)
+    manifest = run_manifest(plan, recipe, results, run.origin)
     quantized = _quantized_layers(run, manifest["errors"])
     schemes = {name: plan.schemes[name] for name in quantized}
 
@@ -365,7 +352,6 @@ def write_checkpoint(run: Run, recovery: Recovery | None = None) -> dict[str, An
         for name, parameter in run.vlm.model.get_submodule(op).named_parameters(prefix=op, recurse=False)
         if name.removesuffix(".weight") not in schemes
     }
-    changed |= recovery.trained if recovery else {}
     kv_scales = {n: kv_range.kv_scales(ranges) for result in results for n, ranges in result.kv_ranges.items()}
     checkpoint = Checkpoint(
         original=recipe.model,
@@ -419,7 +405,6 @@ def run_manifest(
     recipe: Recipe,
     results: Sequence[BlockResult],
     origin: Mapping[str, Any] | None,
-    recovery: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The manifest of a run without the written size and hashes.
 
@@ -427,11 +412,10 @@ def run_manifest(
         recipe: the plan's recipe with the learned numbers, as written to the checkpoint.
         results: of the decoder's blocks.
         origin: description of the calibration data; None: no calibration.
-        recovery: description of the training after quantization or reduction; None: there was none.
     """
     tokens = visual_tokens(recipe, example=True) if recipe.resize else plan.visual_tokens
     unreduced = []
-    if recipe.reduce and origin is not None and recovery is None and not calibrated(recipe.reduce):
+    if recipe.reduce and origin is not None and not calibrated(recipe.reduce):
         unreduced.append(
             f"calibrated on all visual tokens, as {recipe.reduce} drops some only within the language model"
         )
@@ -446,7 +430,6 @@ def run_manifest(
         warnings=[*_plan_warnings(plan, origin), *unreduced, *warnings(results)],
         allocation=plan.allocation,
         visual_tokens=tokens.example if tokens else None,
-        recovery=recovery,
         devices=plan.device_counts,
     )
     return record | {"size": {"weights_before": models.checkpoint_bytes(recipe.model)}}

@@ -83,11 +83,6 @@ class ReducerChoice:
         """Whether the options hold learned thresholds."""
         return self.reducer.has_thresholds
 
-    @property
-    def without_thresholds(self) -> ReducerChoice:
-        """The reducer as configured, without learned thresholds."""
-        return self.with_thresholds(None) if self.has_thresholds else self
-
     def with_thresholds(self, thresholds: tuple[float, ...] | None) -> ReducerChoice:
         """This reducer with these thresholds (None: without). Unchanged where the method learns none."""
         return ReducerChoice(self.method, self.reducer.with_thresholds(thresholds))
@@ -95,7 +90,7 @@ class ReducerChoice:
     @property
     def label(self) -> str:
         """The reducer in the command line's form, without learned thresholds."""
-        return f"{self.without_thresholds} (learned thresholds)" if self.has_thresholds else str(self)
+        return f"{self.with_thresholds(None)} (learned thresholds)" if self.has_thresholds else str(self)
 
     def file_hash(self) -> str:
         """SHA-256 of the options' file (a scorer or thresholds); "" where there is none."""

@@ -1,9 +1,9 @@
 """Train the scorer of the reducer `learned` on calibration images, with the unreduced model as teacher.
 
-The model's weights do not change. Its next-token distributions at the answers are computed once and stored on disk, as for
-`recover`; then the scorer is trained to keep them close when the model sees only the selected tokens (`hooks.gated`). Held-out
-samples measure the selection itself, without noise. No labels are needed: data without answers get the model's own. Several
-workers (`utils.distributed`) share out the samples, and the first one writes.
+The model's weights do not change. Its next-token distributions at the answers are computed once and stored on disk; then the
+scorer is trained to keep them close when the model sees only the selected tokens (`hooks.gated`). Held-out samples measure
+the selection itself, without noise. No labels are needed: data without answers get the model's own. Several workers
+(`utils.distributed`) share out the samples, and the first one writes.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def cache_teacher(
     """Load the recipe's model, and cache its answers and log-probabilities in the run's work folder.
 
     Returns:
-        The model, its samples with their answers, and the manifest's description of the samples.
+        The model, its samples with their answers, and the description of the samples (`provenance`).
     """
     with phase("loading"), distributed.shared_errors():
         vlm = models.load(recipe.model, trust_remote_code=recipe.trust_remote_code)
@@ -156,10 +156,9 @@ def training_settings(
         training: the values of its flags.
         particulars: settings specific to this command.
     """
-    flags = {f"--{name}": ",".join(value) if name == "train" else value for name, value in asdict(training).items()}
     return {
         "command": command,
-        **flags,
+        **{f"--{name}": value for name, value in asdict(training).items()},
         "--seed": recipe.seed,
         **particulars,
         "calibrate.max_length": recipe.calibrate.max_length,
@@ -234,7 +233,7 @@ def answered(
 
 
 def _taught(vlm: VLM, data: TrainingData, recipe: Recipe, work: WorkFolder, progress: Progress) -> dict[str, Any]:
-    """Cache the teacher's log-probabilities for all samples; returns the manifest's description of the data."""
+    """Cache the teacher's log-probabilities for all samples; returns the description of the data (`provenance`)."""
     batches = Encoded(data.samples, vlm, max_length=recipe.calibrate.max_length)
     parts = range(-(-len(batches) // PART))
     for start in range(0, len(parts), distributed.world_size()):

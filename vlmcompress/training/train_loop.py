@@ -12,7 +12,6 @@ state.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -59,7 +58,7 @@ class LoopSettings:
     lr: float
     every: int
     seed: int
-    label: str = "recovering"
+    label: str = "training"
     patience: int = PATIENCE
     diverged: float = DIVERGED
 
@@ -157,7 +156,6 @@ def train(
     loss: Loss,
     held_out: Callable[[], float],
     changed: Callable[[int], None] = lambda step: None,
-    graph: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad,
     work: WorkFolder,
     progress: Progress = silent,
 ) -> tuple[TrainLog, dict[str, Tensor]]:
@@ -169,7 +167,6 @@ def train(
         loss: the loss of a training sample by its number.
         held_out: measures the divergence of the held-out samples, in nats (`mean_loss`); the same number in all workers.
         changed: called with the number of steps done after `trained` was updated, before the model runs again.
-        graph: context within which losses are computed and differentiated.
         progress: called with (label, done, total).
 
     Returns:
@@ -189,7 +186,7 @@ def train(
         chosen = list(order(samples, log.step, settings.batch, settings.seed))
         total = 0.0
         for index in distributed.shard(chosen):
-            with graph():
+            with torch.enable_grad():
                 value = loss(index)
                 # All workers take part in the step's sum of gradients, also one whose samples train nothing.
                 if value is not None and value.requires_grad:

@@ -13,6 +13,7 @@ from tests.kit import reduced_cases as cases
 from tests.kit import rtn
 from tests.kit.float_models import edit, floats
 from tests.kit.places import DEMOS
+from tests.kit.published import for_vllm
 from vlmcompress import cli
 from vlmcompress.engines import Answer
 from vlmcompress.engines.vllm import PYTHON_VARIABLE
@@ -140,10 +141,11 @@ def test_other_decoders_pass(tmp_path, family, quick_engines):
 
 @engine
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4", "glm4v", "lfm2-vl"])
+@pytest.mark.parametrize("family", ["gemma4", "glm4v", "lfm2-vl", "mistral3"])
 def test_float_weights_without_a_neutral_one_pass(tmp_path, family, quick_engines):
-    """Rows of images per layer, biases of queries and keys, RoPE in a block among convolutions (by the plugin)."""
-    findings = conformance.examine(floats(family, tmp_path), "vllm", Comparison(prompts=4))
+    """Rows of images per layer, biases of queries and keys, RoPE in a block among convolutions (by the plugin), queries that
+    are scaled."""
+    findings = conformance.examine(for_vllm(family, floats(family, tmp_path)), "vllm", Comparison(prompts=4))
     assert [finding for finding in findings if not finding.ok] == []
 
 

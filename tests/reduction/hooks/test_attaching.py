@@ -52,6 +52,19 @@ def test_transformers_alone_ignores_what_a_checkpoint_carries(family, tmp_path):
         assert model(**inputs).logits.shape[1] < logits.shape[1]
 
 
+@pytest.mark.parametrize(("family", "method"), [("llava", "visionzip"), ("qwen2-5-vl", "dart"), ("llava", "fastv")])
+def test_a_loss_of_the_last_tokens_reaches_the_projector(family, method):
+    """What training of a model after a reducer takes, in any trainer: no reducer drops the answer, which comes last."""
+    vlm = tiny(family)
+    weights = [w for name, w in vlm.model.named_parameters() if name.startswith(vlm.spec.projector[0]) and w.ndim == 2]
+    with attach(vlm, method, given(method)), torch.enable_grad():
+        for weight in weights:
+            weight.requires_grad_()
+        loss = vlm.model(**encode(vlm, ONE), logits_to_keep=2).logits.square().sum()
+        gradients = torch.autograd.grad(loss, weights)
+    assert weights and all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
 def test_one_at_a_time():
     vlm = tiny("llava")
     with attach(vlm, "random"), pytest.raises(ValueError, match="detach"):

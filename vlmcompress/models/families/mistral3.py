@@ -6,11 +6,14 @@ Each row of the image's tokens ends with a token that shows nothing; it is a tex
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 from vlmcompress.models._images import ImageSetting, Layout, Piece
 from vlmcompress.models._spec import LLAMA, LLAVA_MAPPER, EngineNames, Engines, Images, LinearGroup, ModelSpec
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 def layout(processor: Any, width: int, height: int, images: int) -> Layout:
@@ -34,6 +37,14 @@ def sizes(processor: Any) -> list[ImageSetting]:
     return [*smaller, ImageSetting(most**2)]
 
 
+def text_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
+    """How Ministral 3 scales queries far from the start, where vLLM looks for it (0.32, 0.33: `mistral.py`; issue 48621)."""
+    rope = text.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not {"llama_4_scaling_beta", ORIGINAL} <= rope.keys():
+        return {}
+    return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], ORIGINAL: rope[ORIGINAL]}}
+
+
 SPEC = ModelSpec(
     family="mistral3",
     model_types=("mistral3",),
@@ -55,5 +66,5 @@ SPEC = ModelSpec(
         prefixes=LLAVA_MAPPER, mapper=(*LLAVA_MAPPER, ("model", "language_model.model")), hub=LLAVA_MAPPER
     ),
     images=Images(placeholders=placeholders, sizes=sizes, token_side=attrgetter("spatial_merge_size")),
-    engine=Engines(tool_calls=("mistral", "[TOOL_CALLS]")),
+    engine=Engines(text_defaults=text_defaults, tool_calls=("mistral", "[TOOL_CALLS]")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmcompress.models._images import Layout, Piece
-from vlmcompress.models._spec import CLIP, LLAMA, EngineNames, Images, ModelSpec, Prefixes
+from vlmcompress.models._spec import CLIP, LLAMA, EngineNames, Images, ModelSpec, Prefixes, Tower
 from vlmcompress.models.families import qwen2_vl
 
 MAPPER: Prefixes = (("model", "language_model.model"), ("lm_head", "language_model.lm_head"))
@@ -21,6 +21,16 @@ def layout(processor: Any, width: int, height: int, images: int) -> Layout:
     return Layout((Piece.whole(sides[0] // unit, sides[1] // unit, width, height),))
 
 
+def sample_centres(model: Any) -> None:
+    """Resample the tower's table of positions at the centres of patches, as the authors' code, vLLM, and transformers to 5.12.
+
+    transformers 5.13 to 5.20 aligns the outer patches with the table's corners (`modeling_paddleocr_vl.py`).
+    """
+    for module in model.modules():
+        if hasattr(module, "interpolation_align_corners"):
+            module.interpolation_align_corners = False
+
+
 SPEC = ModelSpec(
     family="paddleocr-vl",
     model_types=("paddleocr_vl",),
@@ -30,6 +40,7 @@ SPEC = ModelSpec(
     vision_layers="model.visual.vision_model.encoder.layers",
     vision_groups=CLIP,
     layout=layout,
+    tower=Tower(mend=sample_centres),
     names=EngineNames(
         prefixes=(
             ("model.language_model", "language_model.model"),

@@ -21,5 +21,5 @@ SPEC = replace(
     groups=(*LLAMA, *EXPERT_GROUPS),
     experts="mlp.experts",
     router="mlp.gate",
-    engine=replace(qwen3_vl.SPEC.engine, text_defaults=(("norm_topk_prob", True),)),
+    engine=replace(qwen3_vl.SPEC.engine, text_defaults=lambda text: {"norm_topk_prob": True}),
 )

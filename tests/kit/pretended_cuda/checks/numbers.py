@@ -21,7 +21,6 @@ from vlmcompress.reduction.methods import REGISTRY
 from vlmcompress.reduction.support import family_problem
 from vlmcompress.training.draft import DraftTraining, draft
 from vlmcompress.training.learn_reducer import ScorerTraining, learn_reducer
-from vlmcompress.training.recover import TrainingOptions, recover
 from vlmcompress.utils.registry import SCHEMES
 
 SLOW = pytest.mark.slow
@@ -64,11 +63,6 @@ def test_a_mixture_of_methods(world, tmp_path):
 FEW: dict[str, Any] = {"steps": 2, "batch": 2, "every": 2, "lr": 1e-3}
 
 
-def recovered(world: Path, folder: Path) -> Any:
-    chosen = training_recipe(world, folder / "recovered", scheme="none", reduce="divprune:0.5")
-    return recover(chosen, TrainingOptions(**FEW)).manifest["recovery"]["held_out_kl"]
-
-
 def learned(world: Path, folder: Path) -> Any:
     chosen = training_recipe(world, folder / "scorer.safetensors", scheme="none")
     return learn_reducer(chosen, ScorerTraining(keep=0.5, **FEW | {"steps": 4, "every": 4}))["held_out_kl"]
@@ -83,7 +77,7 @@ def training_recipe(world: Path, out: Path, **keys: Any) -> Any:
     return recipe(world, out, calibrate={"data": str(world / "train" / "calib.jsonl"), "samples": 16}, **keys)
 
 
-@pytest.mark.parametrize("train", [recovered, *(pytest.param(train, marks=SLOW) for train in (drafted, learned))])
+@pytest.mark.parametrize("train", [learned, pytest.param(drafted, marks=SLOW)])
 def test_training(world, tmp_path, train: Callable[[Path, Path], Any]):
     """What is held out is as far from the teacher as on the CPU, before and after some steps."""
     with hidden():
