@@ -126,7 +126,7 @@ WHY = "names of images in caches say which reducer made them"
             "v1/spec_decode/llm_base_proposer.py",
             "def _get_positions(self, num_tokens: int)",
             "def _get_positions(self, num_tokens: int, layer: int)",
-            "drafts that see images, and fixed EAGLE drafts",
+            "EAGLE drafts in the first model runner",
             "v1.spec_decode.eagle.EagleProposer._get_positions takes 'layer', which is new (the draft's rows and slots)",
         ),
     ],

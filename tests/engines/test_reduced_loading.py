@@ -284,8 +284,8 @@ CASES = {
     "a newer one without what another family needs": Case(
         "it was not refused", version="0.99.0", edit=("model_executor/models/qwen2_vl.py", "_get_vision_info", "_info")
     ),
-    "a newer one without what drafts need": Case(
-        "it was not refused", version="0.99.0", edit=("v1/spec_decode/eagle.py", "EagleProposer", "Proposer")
+    "a newer one without what a fix needs": Case(
+        "it was not refused", version="0.99.0", edit=("multimodal/media/connector.py", "_load_data_url", "_load_url")
     ),
     "a method within the language model": Case("vLLM cannot serve 'fastv'", "fastv:0.5"),
     "no plugin": Case("['VlmcompressLlavaForConditionalGeneration'] are not supported", plugins=""),
@@ -328,4 +328,4 @@ def test_vllm_warns_of_untested_versions(said):
         "vlmcompress was tested with vLLM 0.32 and 0.33, and this is 0.99.0. All that its plugin reaches into"
         in said[1]
     )
-    assert "leaves out drafts that see images, and fixed EAGLE drafts: in vLLM 0.99.0 v1." in said[1]
+    assert "leaves out bad images of requests: in vLLM 0.99.0 multimodal.media.connector.Media" in said[1]

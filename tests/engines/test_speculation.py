@@ -52,6 +52,7 @@ def cpu(monkeypatch) -> None:
         ('{"num_speculative_tokens": 1}', "unknown method None"),
         ('{"method": "ngram"}', "num_speculative_tokens is None, it should be a whole number"),
         ('{"method": "mtp", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
+        ('{"method": "medusa", "num_speculative_tokens": 2}', "unknown method 'medusa'"),
         ('{"method": "eagle3", "num_speculative_tokens": 2}', "method eagle3 needs a model"),
         (
             '{"model": "/nowhere", "num_speculative_tokens": 2}',
@@ -89,22 +90,6 @@ def test_the_engine_reports_its_draft_methods():
     pytest.importorskip("vllm")
     engine = installed()
     assert engine.suffix is HAS_SUFFIX and engine.plugin and engine.numbers >= (0, 32)
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
-@pytest.mark.parametrize("named", [True, False])
-def test_medusa_is_refused_after_vllm_0_32(plain, named, version, tmp_path, monkeypatch):
-    """Named, or found by the draft's folder, as `--draft` leaves it to vLLM 0.32."""
-    monkeypatch.setattr(speculation, "installed", lambda: Installed(version))
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "model_type": "medusa"}))
-    setting = {"model": str(tmp_path), "num_speculative_tokens": 3} | ({"method": "medusa"} if named else {})
-    if version == "0.32.0":
-        assert json.loads(serve.arguments_of(plain, speculative=json.dumps(setting))[-1]) == setting
-        return
-    with pytest.raises(
-        UserError, match="no Medusa any more since 0.33, and this is 0.33.0; serve with vLLM 0.32, or train"
-    ):
-        serve.arguments_of(plain, speculative=json.dumps(setting))
 
 
 @pytest.mark.slow

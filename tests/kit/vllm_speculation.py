@@ -93,7 +93,7 @@ def _recorded(runner: Any, drafter: Any) -> list[Any]:
 
         def computing(*args: Any, **kwargs: Any) -> Any:
             computed = compute(drafter.model, *args, **kwargs)
-            logits.extend(rows[0].tolist() for rows in (computed if isinstance(computed, list) else [computed]))
+            logits.append(computed[0].tolist())
             return computed
 
         def recording(*args: Any, **kwargs: Any) -> Any:

@@ -62,8 +62,7 @@ def test_a_scorer_is_that_of_one_worker(world, tmp_path):
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.engine)])
 def test_a_draft_head_is_that_of_one_worker(engine, world, tmp_path):
     """Three samples a step, held-out ones shared out; the model's answers by each worker's share, or by one's vLLM."""
-    extra = ("--engine", engine, *("--steps", "6", "--every", "2", "--batch", "3"), "--json")
-    extra += ("--answer-tokens", "8", "--images", "all", "--image-vector")
+    extra = ("--engine", engine, *("--steps", "6", "--every", "2", "--batch", "3"), "--json", "--answer-tokens", "8")
     calls = {name: asked("draft", world, tmp_path / name, *extra) for name in ("one", "two")}
     (code, out, err), (other, silent, nothing) = ended(start(*calls["two"]))
     assert (code, other) == (0, 0), err + nothing

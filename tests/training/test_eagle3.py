@@ -30,7 +30,6 @@ def sample() -> DraftSample:
         begin=BEGIN,
         logits=torch.randn(ANSWERS, 11, generator=random),
         spoken=torch.randint(0, 11, (ANSWERS,), generator=random),
-        last=torch.randn(eagle3.STEPS + ANSWERS, 16, generator=random),
     )
 
 

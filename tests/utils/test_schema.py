@@ -16,7 +16,7 @@ from tests.kit import made_manifest, tiny
 from tests.kit.made_results import make_results
 from vlmcompress import models
 from vlmcompress.evaluation.results import FILE, load_results
-from vlmcompress.export import draft_folder, draft_tensors, manifest
+from vlmcompress.export import draft_folder, manifest
 from vlmcompress.export.draft_folder import Draft
 from vlmcompress.reduction import threshold_file
 from vlmcompress.reduction.visual_count import CountRule, Pictures
@@ -88,28 +88,26 @@ def test_a_manifest(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_draft(tmp_path, kind):
+def test_a_draft(tmp_path):
     sizes = dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 8
     )
     config: dict[str, Any] = {
+        "speculators_model_type": "eagle3",
         "draft_vocab_size": 8,
         "target_hidden_size": 8,
         "eagle_aux_hidden_state_layer_ids": [1],
         "transformer_layer_config": sizes,
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
     }
-    if kind == "medusa":
-        config = {"vocab_size": 8, "truncated_vocab_size": 8, "hidden_size": 8, "num_heads": 3}
     facts = {
-        "method": kind,
+        "method": "eagle3",
         "target": {"content_sha256": "0", "name": "x"},
         "parameters": 8,
         "samples": {"trained_on": 2, "held_out": 1},
         "acceptance": {"by_position": [0.5], "length": 1.5},
     }
-    save_file({draft_tensors.HEAD: torch.zeros(2)}, tmp_path / draft_folder.WEIGHTS)
+    save_file({draft_folder.HEAD: torch.zeros(2)}, tmp_path / draft_folder.WEIGHTS)
     for name, content in ((draft_folder.FACTS, facts), ("config.json", config)):
         (tmp_path / name).write_text(json.dumps(content))
     for name in (draft_folder.FACTS, "config.json"):

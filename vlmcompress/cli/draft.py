@@ -6,15 +6,12 @@ import argparse
 import shlex
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from vlmcompress.cli import _flags
 from vlmcompress.cli._flags import Parser
 from vlmcompress.cli._outcome import OK, Outcome, written_text
 from vlmcompress.utils import distributed, hub
-from vlmcompress.utils.errors import UserError
-from vlmcompress.utils.messages import note
 from vlmcompress.utils.progress import ProgressBar
 from vlmcompress.utils.text import table
 
@@ -27,9 +24,6 @@ DEFAULTS = {
     "every": 50,
     "answer_tokens": 128,
     "vocabulary": 32000,
-    "kind": "eagle3",
-    "images": "hidden",
-    "image_vector": False,
 }
 
 
@@ -38,30 +32,10 @@ def options(parser: Parser) -> None:
     parser.add_argument("-o", "--out", metavar="DRAFT", required=True, help="folder to write")
     _flags.data(parser, samples="enough for the steps, and a tenth more to hold out")
     _flags.training(parser, DEFAULTS, lr="1e-3")
-    parser.set_defaults(lr=None)  # which --from decides
     parser.add_argument(
         "--answer-tokens", metavar="N", default=128, help="maximum tokens of an answer of MODEL to train on"
     )
     parser.add_argument("--vocabulary", metavar="N", default=32000, help="maximum size of the draft's vocabulary")
-    parser.add_argument(
-        "--kind",
-        choices=("eagle3", "medusa"),
-        default=DEFAULTS["kind"],
-        help="kind of head; default: eagle3. medusa needs vLLM up to 0.32",
-    )
-    parser.add_argument(
-        "--from", dest="base", metavar="DRAFT", help="start from a draft of another checkpoint of the same base model"
-    )
-    parser.add_argument(
-        "--images",
-        choices=("hidden", "all"),
-        default=DEFAULTS["images"],
-        help="what the draft sees of visual tokens: hidden states alone, as in vLLM without our plugin (the default), or their "
-        "features, too",
-    )
-    parser.add_argument(
-        "--image-vector", action="store_true", help="add a vector of the images to each of the draft's rows"
-    )
     parser.add_argument(
         "--engine",
         choices=("vllm", "hf"),
@@ -72,8 +46,7 @@ def options(parser: Parser) -> None:
     parser.epilog = (
         "MODEL answers the questions of DATA itself, greedily; answers in DATA are not used. A tenth of DATA, at least 8\n"
         "samples, is held out, and the state with the lowest divergence there is written. A draft fits only the checkpoint\n"
-        "that it was trained for, so train it last. --from adapts another checkpoint's draft in a tenth of the steps, at an\n"
-        "--lr of 1e-4, or keeps it unchanged if training does not help.\n"
+        "that it was trained for, so train it last.\n"
         "Answers do not change, they only come sooner. Serve with vlmcompress serve MODEL --draft DRAFT; measure the gain\n"
         "with vlmcompress bench MODEL --baseline MODEL --draft DRAFT."
     )
@@ -85,26 +58,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
     values = _flags.recipe_values(args)
     _flags.require_used_values(values, "draft", "a draft is trained on the questions of DATA")
-    from vlmcompress.training.draft import ALIGNING, DraftTraining, draft
+    from vlmcompress.training.draft import DraftTraining, draft
 
-    if args.lr is None:
-        args.lr = ALIGNING if args.base else DEFAULTS["lr"]
     training = DraftTraining(**{name: getattr(args, name) for name in DEFAULTS})
     recipe = _flags.training_recipe(values, training)
-    base = None
-    if args.base is not None:
-        from vlmcompress.export.draft_folder import Draft
-
-        for name in ("kind", "images", "image_vector", "vocabulary"):
-            if getattr(args, name) != DEFAULTS[name]:
-                raise UserError(f"--{name.replace('_', '-')} is fixed by the draft of --from; leave it out")
-        base = Draft.of(Path(hub.local(args.base)))
-    if training.kind == "medusa":
-        note("vLLM serves Medusa heads only up to 0.32; --kind eagle3 also works later")
     from vlmcompress.engines.vllm import available
 
     engine = engines.get_engine("vllm") if args.engine == "vllm" or (args.engine is None and available()) else None
-    options: dict[str, Any] = {"base": base, "engine": engine, "restart": args.restart, "overwrite": args.overwrite}
+    options: dict[str, Any] = {"engine": engine, "restart": args.restart, "overwrite": args.overwrite}
     with closing(ProgressBar()) as progress:
         facts = draft(recipe, training, **options, progress=progress)
     if not distributed.is_main():
@@ -133,7 +94,5 @@ def run(args: argparse.Namespace) -> Outcome:
         ("data", f"{samples['trained_on']} answers of the model, {samples['held_out']} held out"),
         ("size", f"{data['parameters']:,} parameters; guesses {data['vocabulary']:,} tokens"),
     ]
-    if earlier := data.get("from"):
-        rows.insert(1, ("before", f"{earlier['acceptance']['length']:.2f} tokens a step, by the draft of --from"))
     weak = "Few guesses are accepted; give it more data with longer answers."
     return OK, data, written_text(data, [table(rows)], args.verbose, [weak] * (acceptance["length"] < 1.2))

@@ -1,9 +1,9 @@
-"""The folder of a draft head: the config that vLLM 0.32 reads, facts about the training, and checks against a target.
+"""The folder of an EAGLE-3 draft head: the tensors and the config that vLLM 0.32 reads, facts about the training, and checks
+against a target.
 
-EAGLE-3's config has the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the
-draft's block as a Llama config, the target's tapped blocks, and the number of tokens to guess. Medusa's is that of
-`transformers_utils/configs/medusa`. `vlmcompress-draft.json` next to it identifies the draft's target by the hash of its files:
-another checkpoint accepts fewer guesses, one of other sizes none.
+The config has the form of the `speculators` library (vLLM reads it in `transformers_utils/configs/speculators`): the draft's
+block as a Llama config, the target's tapped blocks, and the number of tokens to guess. `vlmcompress-draft.json` next to it
+identifies the draft's target by the hash of its files: another checkpoint accepts fewer guesses, one of other sizes none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from vlmcompress import __version__, models
-from vlmcompress.export import draft_images, draft_tensors, manifest
-from vlmcompress.export.draft_images import DraftImages
+from vlmcompress.export import manifest
 from vlmcompress.reduction.support import PREFIX
 from vlmcompress.utils import folders, schema
 from vlmcompress.utils.errors import UserError
@@ -29,6 +28,8 @@ from vlmcompress.utils.tensor_headers import Entry, read_entries
 FACTS = "vlmcompress-draft.json"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
+LAYER = "layers.0"
+HEAD = "lm_head.weight"
 TARGETS = (
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -37,12 +38,10 @@ TARGETS = (
 )
 """Supported architectures whose classes in vLLM 0.32 pass hidden states to a draft (`SupportsEagle3`). Qwen3.5, with recurrent
 states, and mixtures of experts were not tried."""
-IN_PIECES = ("Mistral3ForConditionalGeneration",)
-"""Architectures whose visual tokens are not contiguous, so that a draft gets them as vLLM passes them."""
 
 
-def require_draft_target(config: Mapping[str, Any], images: DraftImages | None = None) -> None:
-    """Raise `UserError` for a target that vLLM can't serve with a draft head, or not with one that gets `images`."""
+def require_draft_target(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a target that vLLM can't serve with a draft head."""
     # A reduced checkpoint has our prefix before vLLM's class, which is the same otherwise.
     architecture = (config.get("architectures") or ["?"])[0].removeprefix(PREFIX)
     if architecture not in TARGETS:
@@ -50,10 +49,34 @@ def require_draft_target(config: Mapping[str, Any], images: DraftImages | None =
             f"vLLM 0.32's {architecture} passes no hidden states to a draft head, or was not tried; those that do: "
             f"{', '.join(TARGETS)}; speculate with ngram or suffix instead"
         )
-    if images and not images.plain and architecture in IN_PIECES:
-        raise UserError(
-            f"--images: {architecture} has other tokens among an image's; leave out --images and --image-vector"
-        )
+
+
+def tensor_shapes(
+    *, hidden: int, joined: int, intermediate: int, queries: int, keys: int, vocabulary: int
+) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape of the tensors that are trained, in the layout of vLLM's `Eagle3LlamaForCausalLM`.
+
+    Args:
+        hidden: width of the head's hidden states; `joined`: summed width of the target's at all tapped blocks.
+        intermediate: width of its MLP; `queries`, `keys`: total width of its query and key heads.
+        vocabulary: number of tokens that it can guess.
+    """
+    attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    return {
+        "fc.weight": (hidden, joined),
+        f"{LAYER}.input_layernorm.weight": (hidden,),
+        f"{LAYER}.hidden_norm.weight": (hidden,),
+        f"{attention}.q_proj.weight": (queries, 2 * hidden),
+        f"{attention}.k_proj.weight": (keys, 2 * hidden),
+        f"{attention}.v_proj.weight": (keys, 2 * hidden),
+        f"{attention}.o_proj.weight": (hidden, queries),
+        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
+        f"{mlp}.gate_proj.weight": (intermediate, hidden),
+        f"{mlp}.up_proj.weight": (intermediate, hidden),
+        f"{mlp}.down_proj.weight": (hidden, intermediate),
+        "norm.weight": (hidden,),
+        HEAD: (vocabulary, hidden),
+    }
 
 
 _REMEDY = "train the draft again"
@@ -67,7 +90,7 @@ _Proposals = TypedDict("_Proposals", {"proposal_methods": Annotated[list[_Propos
 class _Facts(TypedDict):
     """The fields of `vlmcompress-draft.json` that are read."""
 
-    method: Literal["eagle3", "medusa"]
+    method: Literal["eagle3"]  # earlier snapshots had others
     target: _Target
     parameters: Count
     samples: _Samples
@@ -83,23 +106,15 @@ class _Block(TypedDict):
     head_dim: Size
 
 
-class _Eagle3(TypedDict):
-    """config.json of an EAGLE-3 draft."""
+class _Settings(TypedDict):
+    """The fields of config.json that are read."""
 
+    speculators_model_type: Literal["eagle3"]  # earlier snapshots had one that only their plugin served
     draft_vocab_size: Size
     target_hidden_size: Size
     eagle_aux_hidden_state_layer_ids: Annotated[list[Count], Field(min_length=1)]
     transformer_layer_config: _Block
     speculators_config: _Proposals
-
-
-class _Medusa(TypedDict):
-    """config.json of a Medusa draft."""
-
-    vocab_size: Size
-    truncated_vocab_size: Size
-    hidden_size: Size
-    num_heads: Size
 
 
 @dataclass(frozen=True)
@@ -118,24 +133,15 @@ class Draft:
                 f"{folder} is not a draft of vlmcompress (no {FACTS}); name the folder that `vlmcompress draft` wrote"
             )
         facts = schema.read_typed(_Facts, folder / FACTS, _REMEDY)
-        settings = schema.read_typed(
-            _Eagle3 if facts["method"] == "eagle3" else _Medusa, folder / "config.json", _REMEDY
-        )
-        draft = Draft(folder, settings, facts)
-        draft_images.read_draft_images(draft.block)
-        if draft_tensors.HEAD not in draft.stored():
-            raise UserError(f"{folder / WEIGHTS} has no {draft_tensors.HEAD}; {_REMEDY}")
+        draft = Draft(folder, schema.read_typed(_Settings, folder / "config.json", _REMEDY), facts)
+        if HEAD not in draft.stored():
+            raise UserError(f"{folder / WEIGHTS} has no {HEAD}; {_REMEDY}")
         return draft
 
     @property
-    def method(self) -> str:
-        """The method: `eagle3` or `medusa`."""
-        return self.facts["method"]
-
-    @property
     def block(self) -> Mapping[str, Any]:
-        """The config of the decoder block; for Medusa, which has none, the whole config."""
-        return self.settings.get("transformer_layer_config", self.settings)
+        """The config of the decoder block."""
+        return self.settings["transformer_layer_config"]
 
     @property
     def target(self) -> Mapping[str, Any]:
@@ -145,14 +151,7 @@ class Draft:
     @property
     def tokens(self) -> int:
         """Number of tokens that the draft guesses per step."""
-        if self.method == "medusa":
-            return self.settings["num_heads"]
         return self.settings["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-
-    @property
-    def images(self) -> DraftImages:
-        """The visual tokens and image vectors that the draft gets."""
-        return draft_images.read_draft_images(self.block)
 
     def stored(self) -> dict[str, Entry]:
         """Its tensors, from the header of the weight file. Raises `UserError` if that is missing or damaged."""
@@ -161,21 +160,16 @@ class Draft:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name on disk -> shape of the tensors that its config implies."""
         block, settings = self.block, self.settings
-        hidden, words = block["hidden_size"], settings.get("draft_vocab_size", settings.get("truncated_vocab_size"))
-        fewer = words < block["vocab_size"]
-        if self.method == "medusa":
-            tables = {"token_map": (words,)} if fewer else {}
-            return tables | draft_tensors.medusa(hidden=hidden, vocabulary=words, heads=self.tokens)
+        words = settings["draft_vocab_size"]
         queries, keys = (block[name] * block["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if fewer else {}
-        return tables | draft_tensors.eagle3(
-            hidden=hidden,
+        tables = {"d2t": (words,), "t2d": (block["vocab_size"],)} if words < block["vocab_size"] else {}
+        return tables | tensor_shapes(
+            hidden=block["hidden_size"],
             joined=len(settings["eagle_aux_hidden_state_layer_ids"]) * settings["target_hidden_size"],
             intermediate=block["intermediate_size"],
             queries=queries,
             keys=keys,
             vocabulary=words,
-            vector=self.images.vector,
         )
 
     @property
@@ -186,13 +180,13 @@ class Draft:
     def mismatch(self, target: Mapping[str, Any]) -> str | None:
         """The reason why the draft does not fit a target with this config; None if it does."""
         text = target.get("text_config") or target
-        width = self.settings.get("target_hidden_size", self.block["hidden_size"])
-        for name, here in (("hidden_size", width), ("vocab_size", self.block["vocab_size"])):
+        sizes = {"hidden_size": self.settings["target_hidden_size"], "vocab_size": self.block["vocab_size"]}
+        for name, here in sizes.items():
             there = text.get(name)
             if there is not None and there != here:
                 return f"it was trained for a {name} of {here}, the target's is {there}"
         # Hidden state i is the input of block i, so `blocks` itself, the last block's output, is allowed.
-        last, blocks = max(self.settings.get("eagle_aux_hidden_state_layer_ids", [0])), text.get("num_hidden_layers")
+        last, blocks = max(self.settings["eagle_aux_hidden_state_layer_ids"]), text.get("num_hidden_layers")
         if blocks is not None and last > blocks:
             return f"it reads hidden states before block {last}, and the target has {blocks} blocks"
         return None
@@ -203,9 +197,7 @@ class Draft:
 
     def speculative_config(self) -> dict[str, Any]:
         """The value of vLLM's `--speculative-config` for this draft."""
-        # Medusa goes without a method: with "medusa", vLLM 0.32 looks for a text model.
-        method = {"method": "eagle3"} if self.method == "eagle3" else {}
-        return {**method, "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
+        return {"method": "eagle3", "model": str(self.folder.resolve()), "num_speculative_tokens": self.tokens}
 
 
 def write_draft(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -250,15 +242,15 @@ def speculative_config(folder: Path, target: Path) -> dict[str, Any]:
         UserError: the folder is not a draft of ours, or was trained for another target.
     """
     draft, config = Draft.of(folder), models.read_config(target)
-    require_draft_target(config, draft.images)
+    require_draft_target(config)
     if problem := draft.mismatch(config):
         raise UserError(f"{folder}: {problem}; train one for {target} with `vlmcompress draft`")
     setting = draft.speculative_config()
     # It fits by shape, so it would run; of another checkpoint fewer guesses are right, which no engine tells.
     if not draft.is_for(target):
         raise UserError(
-            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; adapt it with "
-            f"`vlmcompress draft {target} --from {folder}`, or serve it anyway with --speculative-config "
+            f"{folder} was trained for another checkpoint, {draft.target.get('name', 'with other files')}; train one for "
+            f"this one with `vlmcompress draft {target}`, or serve it anyway with --speculative-config "
             f"'{json.dumps(setting)}'"
         )
     return setting

@@ -1,48 +1,39 @@
-"""Train a draft head (`eagle3`, `medusa`) for one checkpoint: quantized, after the reducer that it carries, or plain.
+"""Train a draft head (`eagle3`) for one checkpoint: quantized, after the reducer that it carries, or plain.
 
 The target answers the samples' questions itself, greedily, as a draft has to predict these answers; answers in the data are
 not used. Then the draft learns from the target's hidden states and distributions over these answers, sample by sample. The
 target does not change. The draft is evaluated on held-out samples with other images; the state with the lowest divergence
-there is written, in the layout that vLLM loads. Training can start from a draft of another checkpoint of the same sizes.
+there is written, in the layout that vLLM loads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmcompress import models
-from vlmcompress.engines import Answer, Engine, Request
-from vlmcompress.engines import EngineSettings as EngineSettings
-from vlmcompress.export import draft_folder, draft_images, launch_files, manifest
-from vlmcompress.export.draft_folder import Draft
-from vlmcompress.export.draft_images import DraftImages
+from vlmcompress.engines import Answer, Engine, EngineSettings, Request
+from vlmcompress.export import draft_folder, launch_files, manifest
 from vlmcompress.export.launch import vllm
 from vlmcompress.models import VLM
 from vlmcompress.models.data import Sample
 from vlmcompress.quantization.plan.calibration_data import data_source
 from vlmcompress.recipe import Recipe
 from vlmcompress.reduction.hooks import attach_carried
-from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
+from vlmcompress.training import distillation, eagle3, teacher_cache
 from vlmcompress.training.draft_data import DraftData, load_target
-from vlmcompress.training.eagle3 import DraftShape
 from vlmcompress.training.train_loop import LoopSettings, TrainLog, mean_loss, require_flags, train
 from vlmcompress.utils import distributed, folders, hub, identity, json_files
 from vlmcompress.utils.errors import UserError
 from vlmcompress.utils.progress import Progress, phase, phase_seconds, silent, timed_phases
 from vlmcompress.utils.work_folder import WorkFolder, locked_folder
-
-ALIGNING = 1e-4
-"""Learning rate for adapting a trained draft to another target; with the rate for a new draft it first gets worse."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +44,6 @@ class DraftTraining:
         steps, batch, lr, every: see `train_loop.LoopSettings`.
         answer_tokens: most tokens of an answer by the target.
         vocabulary: most distinct tokens that the draft can predict.
-        kind: `eagle3` or `medusa`.
-        images: what the draft sees of images (`draft_images.ROWS`).
-        image_vector: whether a vector of the image is added to each row.
-
-    When training starts from a draft, the last four are those of that draft.
     """
 
     steps: int = 1000
@@ -66,23 +52,15 @@ class DraftTraining:
     every: int = 50
     answer_tokens: int = 128
     vocabulary: int = 32000
-    kind: Literal["eagle3", "medusa"] = "eagle3"
-    images: str = "hidden"
-    image_vector: bool = False
 
     def __post_init__(self) -> None:
         require_flags(self, "steps", "batch", "every", "answer_tokens", "vocabulary")
-        if self.kind == "medusa" and not DraftImages(self.images, self.image_vector).plain:
-            raise UserError(
-                "--kind medusa reads the target's last hidden state alone; leave out --images and --image-vector"
-            )
 
 
 def draft(
     recipe: Recipe,
     training: DraftTraining,
     *,
-    base: Draft | None = None,
     engine: Engine | None = None,
     restart: bool = False,
     overwrite: bool = False,
@@ -94,7 +72,6 @@ def draft(
     Args:
         recipe: resolved recipe of scheme `none`; its model, data and seed are used.
         training: how it is trained.
-        base: the draft to start from; None: a new one.
         engine: answers the samples' questions; None: transformers, one by one.
         restart: discard the finished work of an interrupted run, which is reused otherwise.
         overwrite: replace an existing `out` that vlmcompress wrote.
@@ -104,10 +81,7 @@ def draft(
         UserError: bad input, a target that vLLM cannot speculate on, or training without improvement; nothing is written then.
     """
     out = recipe.output
-    images = base.images if base else DraftImages(training.images, training.image_vector)
-    draft_folder.require_draft_target(config := models.read_config(recipe.model), images)
-    if base and (problem := base.mismatch(config)):
-        raise UserError(f"--from {base.folder}: {problem}; leave out --from to train one anew")
+    draft_folder.require_draft_target(models.read_config(recipe.model))
     # Flags and config.json fit; from here on finished work is kept, and the same command continues it.
     claim = locked_folder(recipe.model, out, overwrite=overwrite, mark=draft_folder.FACTS, restart=restart)
     with timed_phases(), claim as work:
@@ -117,35 +91,17 @@ def draft(
             samples = [
                 replace(sample, answer=None) for sample in teacher_cache.read_samples(source, recipe, reduced=False)
             ]
-            particulars = {
-                "--from a draft with the hash": identity.sha256(base.folder / draft_folder.WEIGHTS) if base else "",
-                "--engine": engine.name if engine else "hf",
-            }
+            particulars = {"--engine": engine.name if engine else "hf"}
             settings = teacher_cache.training_settings("draft", recipe, training, samples, particulars)
         with distributed.process_group():
             work.begin(settings)
             target, data = _answered(recipe, samples, source, engine, work, training.answer_tokens, progress)
             with phase("training"), torch.inference_mode(False):
-                kind, total = base.method if base else training.kind, len(target.model.get_output_embeddings().weight)
-                stored = load_file(base.folder / draft_folder.WEIGHTS) if base else None
-                vocabulary = training.vocabulary if stored is None else guessable(stored, total)
-                draft_data = DraftData(target, data, recipe, kind, images, vocabulary)
+                draft_data = DraftData(target, data, recipe, training.vocabulary)
                 _require_answers(draft_data, source)
-                tensors = draft_data.create(recipe.seed)
-                if base and stored is not None:
-                    for name, tensor in tensors.items():
-                        if name not in stored or stored[name].shape != tensor.shape:
-                            raise UserError(
-                                f"--from {base.folder}: its {name} is missing or of another shape; train one anew"
-                            )
-                        tensor.copy_(stored[name])
-                tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-                before = acceptance(draft_data, tensors) if base else None
-                log, best = _train(draft_data, tensors, training, recipe.seed, work, progress, base is not None)
+                log, best = _train(draft_data, training, recipe.seed, work, progress)
                 best = {name: tensor.to(target.model.dtype) for name, tensor in best.items()}  # the dtype on disk
         facts = _facts(recipe, training, data, log, draft_data, best)
-        if base:
-            facts["from"] = {"target": dict(base.target), "acceptance": _acceptance(before or [])}
         if distributed.is_main():
             with folders.new_folder(out) as folder:
                 write_draft(folder, draft_data, best, facts)
@@ -185,32 +141,15 @@ def _require_answers(draft_data: DraftData, source: str | Path) -> None:
             )
 
 
-def guessable(tensors: Mapping[str, Tensor], total: int) -> Tensor:
-    """Ids of the tokens that a draft with these tensors can predict, out of `total`."""
-    if "token_map" in tensors:
-        return tensors["token_map"]
-    return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(total)
-
-
 def _train(
-    draft_data: DraftData,
-    tensors: dict[str, Tensor],
-    training: DraftTraining,
-    seed: int,
-    work: WorkFolder,
-    progress: Progress,
-    aligns: bool,
+    draft_data: DraftData, training: DraftTraining, seed: int, work: WorkFolder, progress: Progress
 ) -> tuple[TrainLog, dict[str, Tensor]]:
-    """Train; return the log and the best values.
-
-    If no measurement beats the initial values, these are returned if the run `aligns` a trained draft; otherwise raises
-    UserError.
-    """
-    first = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if aligns else {}
+    """Train; return the log and the best values. Raises UserError if no measurement beats the initial values."""
+    tensors = draft_data.create(seed)
 
     def loss(index: int) -> Tensor | None:
         sample = draft_data.sample(index)
-        return None if sample is None else eagle3.loss(draft_data.guesses(tensors, sample), sample)
+        return None if sample is None else eagle3.loss(eagle3.guesses(tensors, draft_data.shape, sample), sample)
 
     log, best = train(
         tensors,
@@ -221,18 +160,12 @@ def _train(
         work=work,
         progress=progress,
     )
-    if not best and math.isfinite(log.first):
-        best = first
     if not best:
         raise UserError(
             f"the draft learned nothing: {log.ended or 'no measurement was better than before training'}; "
             "give more data with longer answers, or a lower --lr"
         )
     return log, best
-
-
-def _acceptance(shares: Sequence[float]) -> dict[str, Any]:
-    return {"by_position": list(shares), "length": 1 + sum(shares)}
 
 
 def acceptance(draft_data: DraftData, tensors: Mapping[str, Tensor]) -> list[float]:
@@ -242,7 +175,7 @@ def acceptance(draft_data: DraftData, tensors: Mapping[str, Tensor]) -> list[flo
         for index in distributed.shard(draft_data.held_out):
             sample = draft_data.sample(index)
             if sample is not None:
-                sums += eagle3.accepted(draft_data.guesses(tensors, sample), sample).cpu()
+                sums += eagle3.accepted(eagle3.guesses(tensors, draft_data.shape, sample), sample).cpu()
     rows, *right = distributed.all_sum(sums).tolist()
     return [count / max(rows, 1) for count in right]
 
@@ -259,17 +192,16 @@ def _facts(
     device = draft_data.head.device
     shares = acceptance(draft_data, {name: tensor.to(device).float() for name, tensor in best.items()})
     return {
-        "method": draft_data.kind,
+        "method": "eagle3",
         "target": identity.source_identity(recipe.model) | {"content_sha256": manifest.checkpoint_hash(recipe.model)},
         "reduce": draft_data.reducer.plain() if draft_data.reducer else None,
         "taps": list(draft_data.shape.taps),
-        "images": draft_data.images.settings(),
         "vocabulary": draft_data.shape.vocabulary,
         "parameters": sum(tensor.numel() for tensor in best.values()),
         "training": asdict(training) | {"seed": recipe.seed},
         "samples": {"source": Path(data.source).name, **data.counts},
         "held_out_kl": {"before": log.first, "after": log.best},
-        "acceptance": _acceptance(shares),
+        "acceptance": {"by_position": shares, "length": 1 + sum(shares)},
         "steps": log.step,
         "best_step": log.best_step,
         "ended": log.ended,
@@ -324,32 +256,23 @@ def write_draft(folder: Path, draft_data: DraftData, best: Mapping[str, Tensor],
     """Write the draft's files into an empty folder."""
     tensors = {name: tensor.contiguous() for name, tensor in best.items()}
     total, ids = len(draft_data.head), draft_data.vocabulary.cpu()
-    # vLLM's tables from the draft's vocabulary to the target's: Medusa's holds ids, EAGLE-3's the differences to them.
-    if len(ids) < total and draft_data.kind == "medusa":
-        tensors["token_map"] = ids
-    elif len(ids) < total:
+    # vLLM's tables from the draft's vocabulary to the target's: the first holds differences of ids.
+    if len(ids) < total:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
     folders.save_tensors(folder / draft_folder.WEIGHTS, tensors, {"format": "pt"})
-    model = draft_data.target.model
-    config = (
-        medusa.config(draft_data.shape, len(draft_data.head), model)
-        if draft_data.kind == "medusa"
-        else _eagle3(draft_data)
-    )
     target = draft_data.target.path
     record = json_files.read(target / manifest.MANIFEST) if (target / manifest.MANIFEST).is_file() else {}
     served = launch_files.launch_facts(models.read_config(target), record, facts["target"].get("name") or target.name)
-    texts = vllm.drafted(served, draft_data.kind, eagle3.STEPS)
+    texts = vllm.drafted(served, eagle3.STEPS)
     texts = {f"{launch_files.FOLDER}/{place}": text for place, text in texts.items()}
-    draft_folder.write_draft(folder, config, facts, texts)
+    draft_folder.write_draft(folder, _config(draft_data), facts, texts)
 
 
-def _eagle3(draft_data: DraftData) -> dict[str, Any]:
-    """The config.json of an EAGLE-3 draft, in the form of the `speculators` library."""
+def _config(draft_data: DraftData) -> dict[str, Any]:
+    """The config.json of a draft, in the form of the `speculators` library."""
     shape, target = draft_data.shape, draft_data.target.model.config
-    assert isinstance(shape, DraftShape)
-    dtype, images = str(draft_data.target.model.dtype).removeprefix("torch."), draft_data.images
+    dtype = str(draft_data.target.model.dtype).removeprefix("torch.")
     layer = {
         "model_type": "llama",
         "vocab_size": len(draft_data.head),
@@ -368,12 +291,11 @@ def _eagle3(draft_data: DraftData) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "num_aux_hidden_states": len(shape.taps),  # vLLM assumes three if this is missing
         "dtype": dtype,
-        **({} if images.plain else {draft_images.KEY: images.settings()}),
     }
     return {
         "architectures": ["Eagle3LlamaForCausalLM"],
         "model_type": "speculators",
-        "speculators_model_type": "eagle3" if images.plain else draft_images.SPECULATOR,
+        "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": "eagle3",

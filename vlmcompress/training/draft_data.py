@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from vlmcompress import models
-from vlmcompress.export.draft_images import DraftImages, mean_feature
 from vlmcompress.models import VLM
 from vlmcompress.models.data.encode import VISION, Encoded, Inputs
 from vlmcompress.models.devices import accelerator, float_products
@@ -20,9 +19,8 @@ from vlmcompress.recipe import Recipe
 from vlmcompress.reduction import block as reducer_block
 from vlmcompress.reduction import scorer_file
 from vlmcompress.reduction.hooks import calibration_inputs
-from vlmcompress.training import distillation, eagle3, medusa, teacher_cache
+from vlmcompress.training import distillation, eagle3, teacher_cache
 from vlmcompress.training.eagle3 import DraftSample, DraftShape
-from vlmcompress.training.medusa import MedusaShape
 from vlmcompress.utils.errors import UserError
 
 
@@ -45,7 +43,7 @@ def load_target(recipe: Recipe) -> VLM:
 
 
 class _Taps:
-    """Hooks that record the hidden states at a target's taps, and the decoder's inputs, for one sample at a time."""
+    """Hooks that record the hidden states at a target's taps, and the decoder's positions, for one sample at a time."""
 
     def __init__(self, target: VLM, taps: Sequence[int]):
         layers = models.decoder_layers(target.model, target.spec)
@@ -60,7 +58,7 @@ class _Taps:
         text.register_forward_pre_hook(self._entered, with_kwargs=True)
 
     def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-        self.positions, self.embeds = kwargs.get("position_ids"), kwargs["inputs_embeds"]
+        self.positions = kwargs.get("position_ids")
 
     def _before(self, tap: int, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.hidden[tap] = args[0] if args else kwargs["hidden_states"]
@@ -69,9 +67,7 @@ class _Taps:
         self.hidden[tap] = output[0] if isinstance(output, tuple) else output
 
     def joined(self) -> Tensor:
-        """Hidden states of all taps, `[tokens, taps * hidden]`, float32; width 0 without taps."""
-        if not self.taps:
-            return self.embeds.new_zeros(self.embeds.shape[1], 0).float()
+        """Hidden states of all taps, `[tokens, taps * hidden]`, float32."""
         return torch.cat([self.hidden[tap][0] for tap in self.taps], -1).float()
 
     def places(self, length: int) -> Tensor:
@@ -87,45 +83,31 @@ class _Taps:
 
 
 class DraftData:
-    """Training data for a draft of kind `kind`: a `DraftSample` for each answer of the target.
+    """Training data for a draft: a `DraftSample` for each answer of the target.
 
-    Args:
-        kind: `eagle3` or `medusa`.
-        images: what the draft sees of images.
-        vocabulary: ids `[n]` of the tokens that it can predict, ascending; or their largest number, to choose them from
-            answers.
+    Attributes:
+        vocabulary: ids `[n]` of the tokens that the draft can predict, ascending: the `most` frequent ones in answers.
+        shape: the draft's sizes.
     """
 
-    def __init__(
-        self,
-        target: VLM,
-        data: teacher_cache.TrainingData,
-        recipe: Recipe,
-        kind: str,
-        images: DraftImages,
-        vocabulary: Tensor | int,
-    ):
-        self.target, self.kind, self.images = target, kind, images
+    def __init__(self, target: VLM, data: teacher_cache.TrainingData, recipe: Recipe, most: int):
+        self.target = target
         head, embeddings = target.model.get_output_embeddings(), target.model.get_input_embeddings()
         self.head: Tensor = head.weight
         self.table: Tensor = embeddings.weight  # type: ignore[assignment]
         self.batches = Encoded(data.samples, target, max_length=recipe.calibrate.max_length)
         self.first = len(self.batches) - data.held_out
-        ids = self._vocabulary(vocabulary) if isinstance(vocabulary, int) else vocabulary
-        self.vocabulary = ids.to(self.head.device)
+        self.vocabulary = self._vocabulary(most).to(self.head.device)
         self.shape = self._shape()
         self.taps = _Taps(target, self.shape.taps)
-        head.register_forward_pre_hook(self._read)
         carried = reducer_block.read_reducer(models.read_config(recipe.model))
         self.reducer = scorer_file.load_scorer(target.model.config, carried.reducer, recipe.model) if carried else None
         self.model = calibration_inputs.decoder(target).model if self.reducer else target.model
         self.indices = torch.full((len(self.head),), -1, device=self.head.device)
         self.indices[self.vocabulary] = torch.arange(len(self.vocabulary), device=self.head.device)
 
-    def _shape(self) -> DraftShape | MedusaShape:
+    def _shape(self) -> DraftShape:
         config = self.target.model.config.get_text_config()
-        if self.kind == "medusa":
-            return MedusaShape(config.hidden_size, len(self.vocabulary))
         heads = config.num_attention_heads
         return DraftShape(
             hidden=config.hidden_size,
@@ -137,28 +119,14 @@ class DraftData:
             vocabulary=len(self.vocabulary),
             eps=config.rms_norm_eps,
             theta=float(config.rope_parameters["rope_theta"]),
-            vector=self.images.vector,
         )
 
-    def _read(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.last = args[0][0]
-
     def create(self, seed: int) -> dict[str, Tensor]:
-        """Initial values of the draft's tensors, float32, on the target's device."""
-        rows = self.head[self.vocabulary].cpu()
-        if isinstance(self.shape, MedusaShape):
-            tensors = medusa.create(self.shape, rows)
-        else:
-            norm: Any = self.target.model.get_submodule(self.target.spec.layers.rpartition(".")[0]).norm
-            weight = norm.weight.float() + self.target.spec.norm_offset
-            tensors = eagle3.create(self.shape, seed, weight.cpu(), rows)
-        return {name: tensor.to(self.head.device) for name, tensor in tensors.items()}
-
-    def guesses(self, tensors: Mapping[str, Tensor], sample: DraftSample) -> list[Tensor]:
-        """The draft's logits at the answer positions, for each of its guesses (`eagle3.guesses`)."""
-        if isinstance(self.shape, MedusaShape):
-            return medusa.guesses(tensors, sample)
-        return eagle3.guesses(tensors, self.shape, sample)
+        """Initial values of the draft's tensors, float32, on the target's device, for training."""
+        norm: Any = self.target.model.get_submodule(self.target.spec.layers.rpartition(".")[0]).norm
+        weight = norm.weight.float() + self.target.spec.norm_offset
+        tensors = eagle3.create(self.shape, seed, weight.cpu(), self.head[self.vocabulary].cpu())
+        return {name: tensor.to(self.head.device).requires_grad_() for name, tensor in tensors.items()}
 
     def _vocabulary(self, most: int) -> Tensor:
         """Ids `[n]`, ascending, of the most frequent tokens in answers, filled up with the lowest ids."""
@@ -186,42 +154,20 @@ class DraftData:
             if count < 2:
                 return None
             inputs: Inputs = distillation.on_model_device(self.target, batch)
-            device = self.head.device
-            columns = torch.arange(cut - eagle3.STEPS, cut - 1 + count, device=device)
-            # One pass gives everything: hooks record the taps and, through `logits_to_keep`, the head's inputs from STEPS rows
-            # before.
-            logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0, eagle3.STEPS :].float()
-            context = self._context(inputs["input_ids"][0], batch["modality"][0])
+            columns = torch.arange(cut, cut - 1 + count, device=self.head.device)
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()
+            ids = inputs["input_ids"][0]
+            positions = self.taps.places(len(ids)).to(ids.device)
+            # With plain RoPE and a reducer vLLM gives a draft an image's start, but no positions within it.
+            if self.reducer and self.target.spec.images.positions == "1d":
+                visual = batch["modality"][0].to(ids.device) == VISION
+                start = positions.masked_fill(visual, -1).cummax(0).values + 1
+                positions = torch.where(visual, start, positions)
             return DraftSample(
-                **context,
-                begin=len(context["embeds"]) - (len(batch["modality"][0]) - cut),
+                embeds=embedding(ids[1:], self.table).float(),
+                taps=self.taps.joined()[:-1],
+                positions=positions[:-1],
+                begin=cut - 1,
                 logits=logits[:, self.vocabulary],
                 spoken=self.indices[logits.argmax(-1)],
-                last=self.last.float(),
             )
-
-    def _context(self, ids: Tensor, modality: Tensor) -> dict[str, Any]:
-        """The rows of the draft's context for the sample that the target has just run (see `DraftSample`)."""
-        embeds = embedding(ids, self.table).float()[1:].clone()
-        taps, positions = self.taps.joined()[:-1], self.taps.places(len(ids)).to(ids.device)[:-1].clone()
-        images = runs(modality == VISION)
-        if self.reducer and self.target.spec.images.positions == "1d":
-            for start, end in images:  # vLLM gives a draft an image's start, but no positions within it
-                positions[start:end] = positions[start - 1] + 1
-        if self.images.plain:
-            return {"embeds": embeds, "taps": taps, "positions": positions}
-        features = [self.taps.embeds[0, start:end].float() for start, end in images]
-        if self.images.rows == "all":
-            for (start, end), rows in zip(images, features, strict=True):
-                embeds[start:end] = rows
-        context = {"embeds": embeds, "taps": taps, "positions": positions}
-        if self.images.vector:
-            zero = embeds.new_zeros(embeds.shape[1])
-            context["image"] = mean_feature(torch.cat(features)) if features else zero
-        return context
-
-
-def runs(mask: Tensor) -> list[tuple[int, int]]:
-    """Start and end of each run of True in `mask [n]`."""
-    edges = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)]).int().diff()
-    return list(zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist(), strict=True))

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from vlmcompress.export import draft_tensors
-from vlmcompress.export.draft_tensors import LAYER, VECTOR
+from vlmcompress.export import draft_folder
+from vlmcompress.export.draft_folder import LAYER
 
 STEPS = 3
 """Number of consecutive tokens that are guessed, in training and in serving."""
@@ -45,7 +45,6 @@ class DraftShape:
         vocabulary: number of tokens that the draft can predict.
         eps: epsilon of the norms.
         theta: base of the rotary positions.
-        vector: whether a vector of the image is added to each row (`VECTOR`).
     """
 
     hidden: int
@@ -57,18 +56,16 @@ class DraftShape:
     vocabulary: int
     eps: float
     theta: float
-    vector: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of all that is trained, by the names on disk."""
-        return draft_tensors.eagle3(
+        return draft_folder.tensor_shapes(
             hidden=self.hidden,
             joined=len(self.taps) * self.hidden,
             intermediate=self.intermediate,
             queries=self.heads * self.head_dim,
             keys=self.kv_heads * self.head_dim,
             vocabulary=self.vocabulary,
-            vector=self.vector,
         )
 
 
@@ -96,8 +93,6 @@ def create(shape: DraftShape, seed: int, norm: Tensor, head: Tensor) -> dict[str
             tensors[name] = torch.randn(size, generator=random) * size[1] ** -0.5
     for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"):
         tensors[name] *= 0.1  # the block begins near the identity
-    if shape.vector:
-        tensors[VECTOR].zero_()  # starts like a draft without it
     tensors["fc.weight"] *= 0.1
     tensors["fc.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     tensors["norm.weight"], tensors["lm_head.weight"] = norm.float().clone(), head.float().clone()
@@ -109,15 +104,13 @@ class DraftSample:
     """The training data of one sample, whose context has R rows: one for each of the sample's tokens but the last, or fewer.
 
     Attributes:
-        embeds: `[R, hidden]` embedding of the next token, or its replacement (`draft_images`).
+        embeds: `[R, hidden]` embedding of the next token.
         taps: `[R, taps * hidden]` the target's hidden states.
         positions: `[R]` rotary positions; for M-RoPE the first axis, as in vLLM.
         begin: the first row whose guess counts; all later rows count, and rows before it belong to the prompt.
         logits: `[n, vocabulary]` the target's logits at the positions that rows from `begin` on predict, over the draft's
             tokens.
         spoken: `[n]` index of the target's token there among the draft's tokens; -1: not among them.
-        last: `[STEPS + n, hidden]` inputs of the target's output head at these n positions and the STEPS before.
-        image: `[hidden]` the mean of the images' features, for a draft with an image vector; else None.
     """
 
     embeds: Tensor
@@ -126,8 +119,6 @@ class DraftSample:
     begin: int
     logits: Tensor
     spoken: Tensor
-    last: Tensor
-    image: Tensor | None = None
 
 
 def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, sample: DraftSample, steps: int = STEPS) -> list[Tensor]:
@@ -141,14 +132,11 @@ def guesses(tensors: Mapping[str, Tensor], shape: DraftShape, sample: DraftSampl
     begin, count = sample.begin, len(sample.logits)
     start = max(0, begin - steps + 1)  # first row whose hidden states later passes need
     hidden = linear(sample.taps, tensors["fc.weight"])  # g_t of the docstring
-    embeds = sample.embeds  # e_{t+1}
-    if sample.image is not None:
-        embeds = embeds + linear(sample.image, tensors[VECTOR])
     past: list[tuple[Tensor, Tensor]] = []
     logits = []
     for step in range(steps):
         rows = slice(0, None) if step == 0 else slice(start, None)
-        normed, output = _pass(tensors, shape, embeds[rows], hidden, sample.positions[rows], past, start)
+        normed, output = _pass(tensors, shape, sample.embeds[rows], hidden, sample.positions[rows], past, start)
         logits.append(linear(normed[begin - start : begin - start + count], tensors["lm_head.weight"]))
         hidden = torch.cat([output[:1], output[:-1]])  # the first row has no predecessor and is not used
     return logits

@@ -1,6 +1,6 @@
 """Speculative decoding in vLLM: its JSON setting checked against a checkpoint and an engine, before either is started.
 
-Methods are those of vLLM 0.32 and 0.33 (`config/speculative.py`); 0.33 has no `medusa`. `ngram` proposes what followed the
+Methods are those of vLLM 0.32 and 0.33 (`config/speculative.py`). `ngram` proposes what followed the
 same words earlier in the prompt or the answer; `suffix` does so across requests, with a separate package; `mtp` uses the
 checkpoint's draft head; all others use a draft model in a folder. Greedy answers do not depend on the proposals, except for
 rounding.
@@ -15,14 +15,13 @@ from typing import Any
 
 from vlmcompress import models
 from vlmcompress.engines.vllm import installed, interpreter
-from vlmcompress.utils import hub, json_files
+from vlmcompress.utils import hub
 from vlmcompress.utils.errors import UserError, did_you_mean
 
 FLAG = "--speculative-config"
 _FLAGS = (FLAG, "-sc")
 _ALONE = ("ngram", "ngram_gpu", "suffix", "mtp")
-_DRAFTED = ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark")
-MEDUSA_ENDS = (0, 33)  # first version of vLLM without Medusa
+_DRAFTED = ("draft_model", "eagle", "eagle3", "dflash", "dspark")
 
 
 def last_setting(flags: Sequence[str], names: Sequence[str] = _FLAGS) -> str | None:
@@ -69,11 +68,6 @@ def read_speculative_config(model: Path, text: str) -> dict[str, Any]:
             f"{FLAG}: method suffix needs the package arctic-inference, which {interpreter()} lacks; "
             "pip install arctic-inference==0.1.1 there (it is compiled), or use ngram"
         )
-    if _is_medusa(method, config) and engine.numbers >= MEDUSA_ENDS:
-        raise UserError(
-            f"{FLAG}: vLLM has no Medusa any more since 0.33, and this is {engine.version}; serve with vLLM 0.32, or train a "
-            "head of the kind that stays: vlmcompress draft OUT --kind eagle3"
-        )
     _require_head(model, method, engine.cpu)
     return config
 
@@ -93,16 +87,6 @@ def _folder(method: str, model: Any) -> str:
             f"{FLAG}: the draft model {model} is no folder with a config.json; give its path, or its id on the Hub"
         )
     return str(Path(model).resolve())
-
-
-def _is_medusa(method: str, config: dict[str, Any]) -> bool:
-    """Whether the draft is Medusa's: by the method or, if that is not given, by the folder, as vLLM 0.32 does."""
-    if method == "medusa" or method not in _DRAFTED:
-        return method == "medusa"
-    try:
-        return json_files.read(Path(config["model"], "config.json")).get("model_type") == "medusa"
-    except (OSError, ValueError, AttributeError):
-        return False  # left to vLLM
 
 
 def _require_head(model: Path, method: str, cpu: bool) -> None:

@@ -218,8 +218,7 @@ def speculation_by(model: ServedModel, draft: Draft) -> Speculation:
         raise UserError(f"--draft {draft.folder}: {problem}; train one for this model with `vlmcompress draft`")
     block: Any = draft.block
     heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    blocks = (Attention(*(block[name] for name in heads)),) if draft.method == "eagle3" else ()
-    return Speculation(draft.method, draft.tokens, draft.bytes, blocks)
+    return Speculation("eagle3", draft.tokens, draft.bytes, (Attention(*(block[name] for name in heads)),))
 
 
 def mtp_bytes(model: ServedModel) -> int:

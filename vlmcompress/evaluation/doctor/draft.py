@@ -45,7 +45,7 @@ def _files(draft: Draft) -> str:
     if wrong:
         state = f"has the shape {list(stored[wrong[0]])}" if wrong[0] in stored else "is missing"
         raise UserError(f"{len(wrong)} tensors are not as config.json says: {wrong[0]} {state}; train the draft again")
-    return f"{draft.method}, {len(stored)} tensors, {size(draft.bytes)}, {draft.tokens} tokens at once"
+    return f"eagle3, {len(stored)} tensors, {size(draft.bytes)}, {draft.tokens} tokens at once"
 
 
 def _values(draft: Draft) -> str:
@@ -57,19 +57,18 @@ def _values(draft: Draft) -> str:
 
 
 def _sizes(draft: Draft, config: dict) -> str:
-    draft_folder.require_draft_target(config, draft.images)
+    draft_folder.require_draft_target(config)
     if problem := draft.mismatch(config):
         raise UserError(problem)
-    taps = draft.settings.get("eagle_aux_hidden_state_layer_ids", [])
-    return f"hidden size {draft.block['hidden_size']}, vocabulary {draft.block['vocab_size']:,}" + (
-        f", hidden states before blocks {', '.join(map(str, taps))}" if taps else ""
-    )
+    taps = ", ".join(map(str, draft.settings["eagle_aux_hidden_state_layer_ids"]))
+    sizes = f"hidden size {draft.block['hidden_size']}, vocabulary {draft.block['vocab_size']:,}"
+    return f"{sizes}, hidden states before blocks {taps}"
 
 
 def _target(draft: Draft, target: Path) -> str:
     if not draft.is_for(target):
         raise UserError(
-            f"it was trained for another checkpoint, {draft.target.get('name', 'with other files')}; adapt it with "
-            f"`vlmcompress draft {target} --from {draft.folder}`"
+            f"it was trained for another checkpoint, {draft.target.get('name', 'with other files')}; train one for "
+            f"this one with `vlmcompress draft {target}`"
         )
     return "the checkpoint that it was trained for"

@@ -119,15 +119,12 @@ def scripts(facts: LoadFacts) -> dict[str, str]:
     return texts
 
 
-def drafted(facts: LoadFacts, method: str, tokens: int) -> dict[str, str]:
+def drafted(facts: LoadFacts, tokens: int) -> dict[str, str]:
     """`vllm.sh` for a draft's folder `serve/`, which starts the draft's target with the draft.
 
-    Args:
-        method: `eagle3`, or `medusa`, which vLLM 0.32 has to detect by itself.
-        tokens: number of tokens that are guessed per step.
+    `tokens`: number of tokens that are guessed per step.
     """
-    named = {"method": "eagle3"} if method == "eagle3" else {}
-    setting = json.dumps({**named, "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
+    setting = json.dumps({"method": "eagle3", "model": "$DRAFT", "num_speculative_tokens": tokens}).replace('"', '\\"')
     lines = [
         'DRAFT="$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)"',
         f'[ "$MODEL" != "$DRAFT" ] || {{ echo "set MODEL to the folder of {facts.name}" >&2; exit 2; }}',

@@ -50,7 +50,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from vlmcompress.engines.vllm.plugin import _draft, _fixes
+    from vlmcompress.engines.vllm.plugin import _fixes
     from vlmcompress.engines.vllm.plugin._loading import Loading, problem
 
     for family in SERVED_FAMILIES.names():
@@ -64,7 +64,6 @@ def register() -> None:
         # methods.
         hook = Loading(MODELS_CONFIG_MAP.get(original), reason)
         MODELS_CONFIG_MAP[name] = hook  # type: ignore[assignment]
-    _draft.register()
     _fixes.register()
     multiply_fp8()
     unpack_on_load()

@@ -5,8 +5,8 @@ is registered; features broken by a change are left out or refused with one line
 `PARTS` groups the entries by what would break: `""` every reduced checkpoint, a family's name that family, other names a
 feature.
 
-Public interfaces are used where they exist (`register_model`, `register_linear_kernel`, `register_speculator`,
-`register_processor`, the fields of configs); for the rest 0.33 has none.
+Public interfaces are used where they exist (`register_model`, `register_linear_kernel`, `register_processor`, the fields of
+configs); for the rest 0.33 has none.
 """
 
 from __future__ import annotations
@@ -444,22 +444,12 @@ PARTS: dict[str, list[Reach]] = {
     "cohere2-vision": [
         *_model("cohere2_vision", "Cohere2VisionForConditionalGeneration", adapters=False),
     ],
-    "drafts that see images, and fixed EAGLE drafts": [
-        *_reaches(
-            "transformers_utils.configs.speculators.algos",
-            "configs of drafts that see images",
-            "register_speculator(name)",
-            "update_eagle3(config_dict, pre_trained_config)",
-        ),
-        *_reaches(f"{_MODELS}.registry", "a draft's class", "_ModelRegistry.register_model(model_arch, model_cls)"),
-        *_reaches("config.vllm", "the first model runner has the proposer", "VllmConfig.use_v2_model_runner"),
-        *_reaches("config", "the engine's settings", "VllmConfig"),
+    "EAGLE drafts in the first model runner": [
         *_reaches(
             "v1.worker.gpu_model_runner",
-            "its proposer is replaced, and asks it for requests and encoded images",
+            "its proposer is replaced, and asks it for requests",
             "EagleProposer(vllm_config, device, runner)",
             "GPUModelRunner.input_batch",
-            "GPUModelRunner.encoder_cache",
             "GPUModelRunner.requests",
         ),
         *_reaches(
@@ -469,26 +459,15 @@ PARTS: dict[str, list[Reach]] = {
             "CachedRequestState.get_token_id(idx)",
             "CachedRequestState.num_computed_tokens",
             "CachedRequestState.num_prompt_tokens",
-            "CachedRequestState.mm_features",
-        ),
-        *_reaches(
-            "multimodal.inputs", "an image's name in the cache of encoded ones", "MultiModalFeatureSpec.identifier"
         ),
         *_reaches(
             "v1.spec_decode.eagle",
             "the draft's rows and slots",
             "EagleProposer._get_positions(num_tokens)",
-            *(
-                f"EagleProposer.{name}"
-                for name in (
-                    *("input_ids", "hidden_states", "inputs_embeds", "uses_mrope", "draft_model_config"),
-                    *("max_model_len", "hidden_size"),
-                )
-            ),
+            *(f"EagleProposer.{name}" for name in ("input_ids", "uses_mrope", "max_model_len")),
             ours=(
                 "EagleProposer.set_inputs_first_pass(target_token_ids, next_token_ids, target_positions, target_hidden_states, "
                 "token_indices_to_sample, cad, num_rejected_tokens_gpu)",
-                "EagleProposer.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)",
                 "EagleProposer._update_positions_dependent_metadata(positions, common_attn_metadata, batch_size, "
                 "input_batch_size, block_size)",
             ),
@@ -498,15 +477,6 @@ PARTS: dict[str, list[Reach]] = {
             "which rows of a step are of which request, and where its next key goes",
             "CommonAttentionMetadata.query_start_loc_cpu",
             "CommonAttentionMetadata.seq_lens",
-        ),
-        *_reaches(
-            f"{_MODELS}.llama_eagle3",
-            "the head",
-            "Eagle3LlamaForCausalLM.config",
-            ours=(
-                "Eagle3LlamaForCausalLM(vllm_config, prefix)",
-                "Eagle3LlamaForCausalLM.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)",
-            ),
         ),
     ],
     "the number of threads after n-grams": _reaches("v1.spec_decode.ngram_proposer", "numba's pool", "get_num_threads"),

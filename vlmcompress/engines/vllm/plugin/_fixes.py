@@ -1,5 +1,7 @@
 """Fixes for bugs of vLLM 0.32 and 0.33, each applied when the affected module is imported.
 
+**EAGLE drafts** in the first model runner: see `_draft_proposer`.
+
 **n-grams.** numba searches them, and when its thread pool starts it sets OpenMP's number of threads to the number of cores,
 ignoring `OMP_NUM_THREADS`. If a core is busy, all small products on the CPU then wait for it.
 
@@ -14,9 +16,6 @@ tokens, reads positions beyond the last, and answers are wrong.
 
 **Bad images.** A data: address without base64 is answered with status 501, a local file and an image of over 179 megapixels
 with 500, after which the server closes a connection that a proxy may share among clients: 400 here.
-
-**Medusa heads** in vLLM 0.32: the table of their tokens becomes a parameter that the check of loaded weights does not expect,
-"weights were not initialized from checkpoint: {'token_map'}". 0.33 has no such module: this can go with support for 0.32.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _patched: set[str] = set()  # modules that are patched now or on import
 
 def register() -> None:
     """Apply all fixes. May be called any number of times."""
+    when_imported("vllm.v1.worker.gpu_model_runner", _replace_proposer, "EAGLE drafts in the first model runner")
     when_imported(NGRAMS, _keep_threads, "the number of threads after n-grams")
     when_imported(f"{MODELS}.llava_onevision", _flatten_videos, "LLaVA-OneVision's videos of different lengths")
     when_imported(f"{MODELS}.exaone4_5", _normalize_images, "EXAONE 4.5's images")
     when_imported(ROPE, _join_heads, "RoPE of LFM2 on CPUs")
     when_imported("vllm.multimodal.media.connector", _blame_clients, "bad images of requests")
-    when_imported(f"{MODELS}.medusa", _count_table)
 
 
-def when_imported(name: str, fix: Callable[[Any], None], part: str | None = None) -> None:
+def when_imported(name: str, fix: Callable[[Any], None], part: str) -> None:
     """Call `fix` once with a module, now or when it is imported, as importing takes seconds and only workers need it.
 
     `part`: its part of `_contract`; if that is broken, `fix` is not called.
@@ -53,14 +52,16 @@ def when_imported(name: str, fix: Callable[[Any], None], part: str | None = None
     if name in _patched:
         return
     _patched.add(name)
-    if part:
-        whole = fix
-        fix = lambda module: None if left_out(part) else whole(module)  # noqa: E731
+
+    def unless_broken(module: Any) -> None:
+        if not left_out(part):
+            fix(module)
+
     if module := sys.modules.get(name):
-        fix(module)
+        unless_broken(module)
     else:
         # vllm/plugins/__init__.py::load_general_plugins runs in each process before its runner and models are imported.
-        sys.meta_path.insert(0, _Finder(name, fix))
+        sys.meta_path.insert(0, _Finder(name, unless_broken))
 
 
 class _Finder(MetaPathFinder):
@@ -84,6 +85,13 @@ class _Finder(MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _replace_proposer(module: Any) -> None:
+    from vlmcompress.engines.vllm.plugin._draft_proposer import Proposer
+
+    # vllm/v1/worker/gpu_model_runner.py::GPUModelRunner creates it by this name of its module. Can go with that runner.
+    module.EagleProposer = Proposer
 
 
 def _keep_threads(module: Any) -> None:
@@ -154,18 +162,3 @@ def _normalize_images(module: Any) -> None:
         self.visual.input_norm = build_mm_input_norm(vllm_config.model_config)
 
     model.__init__ = __init__
-
-
-def _count_table(module: Any) -> None:
-    """Count the token table as loaded, and move it to the heads' device."""
-    # vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.track_weights_loading raises because of the table.
-    load = module.Medusa.load_weights
-
-    def load_weights(self: Any, weights: Any) -> set[str]:
-        loaded: set[str] = load(self, weights)
-        if self.token_map is None:
-            return loaded
-        self.token_map.data = self.token_map.data.to(self.lm_heads[0].weight.device)
-        return loaded | {"token_map"}
-
-    module.Medusa.load_weights = load_weights

@@ -172,7 +172,7 @@ def _require_settings(config: Any, reducer: ServedReducer) -> None:
         # vllm/multimodal/video_prune/evs.py::recompute_mrope_positions would overwrite the positions of kept tokens.
         (config.model_config.multimodal_config.is_multimodal_pruning_enabled(), "--video-pruning-rate; leave it out"),
         (
-            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3", "medusa"),
+            speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix", "eagle3"),
             "speculative decoding by a draft model; use a head that `vlmcompress draft` trains, or the method ngram",
         ),
         (
