@@ -140,6 +140,7 @@ WATCHED: dict[str, dict] = {
             (f"coverage {share}, merged", f"coverage:{share},merge=nearest"),
             (f"pool {window}", f"pool:window={window}"),
             (f"evs {share}", f"evs:{share}"),
+            (f"evs {share}, merged", f"evs:{share},merge=nearest"),
         )
     },
     "gptq-plus g128, evs 1/2": PLUS | {"reduce": "evs:1/2"},
