@@ -80,7 +80,7 @@ def test_the_steps_give_the_exit_code_of_the_gate(tmp_path: Path) -> None:
     (tmp_path / "vlmcompress").write_text(f'#!/bin/sh\nexec "{forks.python(*forks.OURS)}" -m vlmcompress "$@"\n')
     for program in ("gh", "vlmcompress"):
         (tmp_path / program).chmod(0o755)
-    inputs = {"model": str(DEMO_LLAVA), "install": "", "arguments": "--engine hf --suite world --limit 12"}
+    inputs = {"model": str(DEMO_LLAVA), "install": "", "arguments": "--engine hf --suite world --limit 6"}
     for verdict, (gate, exit_code) in GATES.items():
         (tmp_path / "gate.yaml").write_text(gate)
         recipe = "recipe.yaml" * (verdict == "fail")

@@ -113,6 +113,7 @@ def test_no_clip_of_the_suite_is_learned():
     assert len({row["id"] for row in sum(rows, [])}) == 40 * len(FIRST)
 
 
+@pytest.mark.slow
 def test_a_demo_that_watches_takes_clips(tmp_path):
     adapters = assemble.CARD.with_name("describe-llava.safetensors")
     with pytest.raises(UserError, match="LlavaProcessor takes no videos; teach demo-qwen"):

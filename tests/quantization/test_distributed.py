@@ -31,7 +31,7 @@ def asked(world: Path, out: Path, *extra: str) -> list[str]:
     return [str(world / "model"), "-o", str(out), "--calib", str(world / "calib.jsonl"), "--samples", "6", *extra]
 
 
-@pytest.mark.parametrize("scheme", ["awq", "gptq"])
+@pytest.mark.parametrize("scheme", [pytest.param("awq", marks=pytest.mark.slow), "gptq"])
 def test_weights_are_those_of_one_worker(world, tmp_path, scheme):
     """Balanced by gradients: all passes are shared out. Sums are added up in another order, so that a few codes tip.
 

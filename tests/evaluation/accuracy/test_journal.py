@@ -91,7 +91,7 @@ SPOILT = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from([field.name for field in fields(Answer)]), SPOILT, st.booleans(), st.booleans())
 def test_an_entry_of_any_kind_is_an_answer_or_refused(tmp_path_factory, name, value, lacks, whole) -> None:
     """A property: one field of another type, or missing, or something else in the place of the entry."""

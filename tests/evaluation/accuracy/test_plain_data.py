@@ -83,7 +83,7 @@ VALUE = st.recursive(
 NAMES = st.sampled_from(["image", "images", "decoded_image", "image_1", "question", "answer", "id"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.dictionaries(NAMES, VALUE, max_size=4) | VALUE, min_size=1, max_size=2))
 def test_any_row_of_a_suites_data_is_read_or_refused(tmp_path_factory, rows) -> None:
     """A property of the reader of suites' data: whatever stands in a field, there are documents, or a `UserError`."""

@@ -136,7 +136,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(st.lists(WORDS, max_size=12).map(" ".join))
 def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
     """Where the official parser draws an option at random, the package's gives none."""
@@ -149,7 +149,7 @@ def test_mmmu_choice_is_the_official_one_or_none(answer: str) -> None:
     assert scoring.mmmu_choice(answer, OPTIONS) == (None if drawn else theirs)
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(
     st.lists(st.one_of(WORDS, st.from_regex(r"-?\d{1,4}(,\d{3})?(\.\d{1,3})?", fullmatch=True)), max_size=10).map(
         " ".join

@@ -306,7 +306,7 @@ VALUE = st.recursive(
 ROW = st.dictionaries(st.sampled_from(sorted({*layouts._ALL, "image_1", "image_2"})), VALUE, max_size=5)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ROW | VALUE, min_size=1, max_size=3), st.booleans(), st.booleans(), st.sampled_from([0, 0.9]))
 def test_any_row_is_read_or_refused_in_a_line(tmp_path_factory, rows, text, answered, skip):
     """A property: whatever stands in a field, there are samples that can be written as UTF-8, or a `UserError`."""
