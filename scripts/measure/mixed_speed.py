@@ -111,7 +111,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "vlmcompress", *command], check=True)
     measured = [row for row in json.loads((ROOT / "eval/mixed.json").read_text()) if row["model"] == "llava"]
     policies = {"half, for all": dict.fromkeys(measured[0]["shares"], 0.5), "on demand": measured[0]["shares"]}
-    results: dict[str, Any] = json.loads((work / "results.json").read_text()) if (work / "results.json").exists() else {}
+    results: dict[str, Any] = (
+        json.loads((work / "results.json").read_text()) if (work / "results.json").exists() else {}
+    )
     for name, load in LOADS.items():
         for policy, shares in policies.items():
             if f"{name}, {policy}" in results:
