@@ -245,6 +245,7 @@ def test_readme_has_every_machine_with_its_scheme():
         ("earlier", "weighting"),
         ("earlier", "echo"),
         ("earlier", "token_weights"),
+        ("earlier", "mixed_speed"),
     ],
 )
 def test_tables_are_the_measured_ones(script, section, monkeypatch, capsys):

@@ -57,7 +57,8 @@ def test_modules_are_imported_before_the_fork(quick: str) -> None:
     assert output == ["True False\n", "False False\n"]
 
 
-HOLD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+# In short steps: of a signal that comes just before a sleep Python is told after it.
+HOLD = "import os, time; print(os.getpid(), flush=True); [time.sleep(0.05) for _ in range(1200)]"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
