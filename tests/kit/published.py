@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tests.kit.float_models import edit
 from vlmcompress.models import read_config, spec_for
 
@@ -32,11 +35,13 @@ CONFIGS: dict[str, dict] = {
 }
 SPLITS = {"idefics3": ["\n\n"]}  # a token that llama.cpp's processor of the family asks for by name
 MLX: dict[str, dict[str, Any]] = {"mistral3": {"vision_config": {"hidden_act": "silu"}}}
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 TOKENS, CONTEXT = 512, 8192
 TILES = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]  # the usual choice, of tiles of 56 pixels
 LIMITS: dict[str, dict[str, Any]] = {
     "cohere2-vision": {"max_patches": 12},
     "gemma4": {"max_soft_tokens": 280},
+    "gemma4-moe": {"max_soft_tokens": 280},
     "gemma4-unified": {"max_soft_tokens": 280},
     "granite4-vision": {"image_grid_pinpoints": TILES},
     "idefics3": {"size": {"longest_edge": 224}},
@@ -54,6 +59,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "mistral3": {"size": {"longest_edge": 1540}},
 }
 """Settings of image processors for `with_real_limits`, where they are no limits of pixels."""
+POSITIONS = 1024  # rows of Gemma 4's tables; a strip of 64 x 8960 needs some 600
 
 
 def for_vllm(family: str, folder: Path) -> Path:
@@ -101,6 +107,8 @@ def for_openvino(family: str, folder: Path) -> Path:
 def for_mlx(family: str, folder: Path) -> Path:
     """A tiny checkpoint, with what mlx-vlm takes for granted."""
     edit(folder, "config.json", **MLX.get(family, {}))
+    if family == "internvl3-5":
+        edit(folder, "processor_config.json", image_processor=IMAGENET)
     return folder
 
 
@@ -114,8 +122,19 @@ def with_real_limits(family: str, folder: Path) -> Path:
         limits["size"] = {"shortest_edge": 4 * area, "longest_edge": TOKENS * area}
     if tokens := limits.get("max_soft_tokens"):
         edit(folder, "processor_config.json", image_seq_length=tokens)
-        read_by_vllm = "num_soft_tokens" if family == "gemma4-unified" else "default_output_length"
-        config["vision_config"] = {read_by_vllm: tokens}
+        read_by_vllm, rows = ("default_output_length", "position_embedding_size")
+        if family == "gemma4-unified":
+            read_by_vllm, rows = ("num_soft_tokens", "mm_posemb_size")
+        config["vision_config"] = {read_by_vllm: tokens, rows: POSITIONS}
+        tensors = load_file(folder / "model.safetensors")
+        name = next(
+            name for name in tensors if name.endswith(("position_embedding_table", "vision_embedder.pos_embedding"))
+        )
+        axis = (
+            tensors[name].shape.index(2) ^ 1
+        )  # tables of x and y are stacked before the rows, without a tower after them
+        copies = [tensors[name].roll(shift, axis) for shift in range(POSITIONS // tensors[name].shape[axis])]
+        save_file(tensors | {name: torch.cat(copies, axis)}, folder / "model.safetensors", metadata={"format": "pt"})
     if "image_grid_pinpoints" in limits:
         config["image_grid_pinpoints"] = TILES
     if family == "mistral3":

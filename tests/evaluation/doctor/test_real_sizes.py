@@ -77,8 +77,23 @@ def test_images_have_the_size_to_which_processors_scale_them(family, tmp_path):
     assert len(sizes_of(requests["several"], tmp_path)) == 3 and "several" + SCALED not in requests
 
 
-def test_towers_of_one_size_get_no_scaled_image(tmp_path):
-    folder = build("llava", tmp_path / "model")
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4-unified", "llava", "mistral3"])
+def test_images_of_the_size_to_which_processors_scale_them_are_not_scaled(family, tmp_path):
+    """Oracle: the processor makes the same pixels of the smaller image without scaling it."""
+    folder = with_real_limits(family, build(family, tmp_path / "model"))
+    processor: Any = load_processor(folder).image_processor
+    for pixels in ((1080, 608), (64, 2000)):
+        size = scaled_size(folder, *pixels)
+        assert size and size != pixels
+        image = Image.effect_noise(size, 90).convert("RGB")
+        scaled, kept = (
+            processor(image, do_resize=resize, return_tensors="pt")["pixel_values"] for resize in (True, False)
+        )
+        assert torch.equal(scaled, kept)
+
+
+def test_tiles_have_no_scaled_size(tmp_path):
+    folder = build("internvl", tmp_path / "model")
     assert [request.id for request in sized_questions(tmp_path, ("1080x608",), None, 0, folder)] == ["1080x608"]
 
 

@@ -106,8 +106,8 @@ def sized_questions(
 
     Args:
         data: data set whose first image is stretched to each size, for its own question; None: draw images.
-        scaled: a checkpoint; each image is also asked about as its processor scales it, under the id with `SCALED`, where the
-            family keeps an image whole and scales it itself.
+        scaled: a checkpoint; each image is also asked about as its processor scales it, under the id with `SCALED`, unless that
+            cuts it into tiles.
     """
     chance, requests = random.Random(seed), list[Request]()
     sample = _with_images(data, 1, seed)[0] if data and sizes else None
@@ -132,18 +132,34 @@ def sized_questions(
 
 
 def scaled_size(folder: Path, width: int, height: int) -> tuple[int, int] | None:
-    """To how many pixels a checkpoint's processor scales an image; None where it cuts or pads it, or refuses that size."""
+    """The size nearest to an image's, in pixels, that a checkpoint's processor leaves as it is; None where it cuts images
+    into tiles, or refuses that size."""
     spec, processor = models.spec_for(models.read_config(folder)), models.load_processor(folder)
-    patch, merge = (getattr(processor.image_processor, name, None) for name in ("patch_size", "merge_size"))
-    try:
-        pieces = spec.layout(processor, width, height, 1).pieces
-    except ValueError:
-        return None
-    if not patch or not merge or len(pieces) != 1:
-        return None
-    unit = patch * merge
-    size = pieces[0].columns * unit, pieces[0].rows * unit
-    return size if max(size) <= 200 * min(size) else None  # Qwen's processors refuse longer ones
+    images_of, merge = processor.image_processor, getattr(processor, "spatial_merge_size", None)  # Mistral 3
+    patch = processor.patch_size if merge else _setting(images_of, "patch_size", "encoder_patch_size")
+    merge = merge or _setting(images_of, "merge_size", "pooling_kernel_size", "downsample_factor")
+    for _ in range(8):  # Gemma 4 scales what it has rounded down once more
+        try:
+            pieces = spec.layout(processor, width, height, 1).pieces
+        except ValueError:
+            return None
+        if len(pieces) != 1:
+            return None
+        if patch and merge:
+            size = pieces[0].columns * patch * merge, pieces[0].rows * patch * merge
+        elif (square := images_of.crop_size or images_of.size) and square["height"]:
+            size = square["width"], square["height"]
+        else:
+            return None
+        if size == (width, height) or max(size) > 200 * min(size):  # Qwen's processors refuse longer ones
+            break
+        width, height = size
+    return size if max(size) <= 200 * min(size) else None
+
+
+def _setting(images_of: Any, *names: str) -> int | None:
+    """What an image processor has under the first of these names that it has."""
+    return next((value for name in names if (value := getattr(images_of, name, None))), None)
 
 
 def vllm_questions(media: Path, first: Request, tall: bool, seed: int) -> list[Request]:
