@@ -18,7 +18,7 @@ from PIL import Image
 from tests.kit.processes import alive, wait_until_gone
 from tests.kit.tiny import build
 from vlmcompress.engines import Answer, EngineSettings, Request
-from vlmcompress.engines.local import LOG_VARIABLE, last_words
+from vlmcompress.engines.local import LOG_VARIABLE, last_words, stop_process
 from vlmcompress.engines.vllm import ENGINE, PYTHON_VARIABLE
 from vlmcompress.utils.errors import UserError
 
@@ -134,12 +134,13 @@ def test_a_silent_engine_times_out_and_leaves_no_process(tmp_path: Path, broken,
     pid = tmp_path / "pid"
     first = """echo '{"event": "ready", "engine": {}}'; """ if ready else ""
     broken(f"{first}sleep 600 & echo $! > {pid}; wait")
-    with pytest.raises(UserError, match="gave no answer for 4 s" if ready else "had not loaded the model after 4 s"):
-        ask(tmp_path, start_timeout=300 if ready else 4, answer_timeout=4)
+    with pytest.raises(UserError, match="gave no answer for 2 s" if ready else "had not loaded the model after 4 s"):
+        ask(tmp_path, start_timeout=300 if ready else 4, answer_timeout=2)
     assert wait_until_gone(int(pid.read_text()))
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, broken, monkeypatch) -> None:
+    monkeypatch.setattr(stop_process, "__defaults__", (0.5,))
     pid = tmp_path / "pid"
     broken(f"trap '' TERM; (trap '' TERM; sleep 600) & echo $! > {pid}; wait; sleep 600")
     with pytest.raises(UserError, match="had not loaded"):

@@ -35,6 +35,8 @@ def freeze(*, engines: bool = False) -> None:
 
         for kind in (BaseImageProcessor, GenerationConfig, PreTrainedConfig, ProcessorMixin):
             kind.__repr__ = object.__repr__  # each that is read is put into a message for nobody
+    if "lm_eval" in sys.modules:
+        _few_tasks()
     if "vllm" in sys.modules:
         _look_once(engines)
     gc.freeze()  # imported code stays: the garbage collector need not look through it
@@ -78,6 +80,15 @@ def _no_values_on_meta() -> None:
     for name, fill in list(vars(init).items()):
         if name.endswith("_") and not name.startswith("_"):
             setattr(init, name, lambda tensor, *a, fill=fill, **k: tensor if tensor.is_meta else fill(tensor, *a, **k))
+
+
+@cache
+def _few_tasks() -> None:
+    """Of its own 14,000 task files, which lm-eval reads before it knows a name, those of one data set."""
+    from lm_eval.tasks._index import TaskIndex
+
+    files = TaskIndex._iter_yaml_files
+    TaskIndex._iter_yaml_files = staticmethod(lambda root: files(root / "gsm8k" * (root / "gsm8k").is_dir()))
 
 
 _kept: list[Any] = []  # what would undo its changes when it is freed

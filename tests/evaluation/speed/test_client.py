@@ -73,7 +73,7 @@ def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Clockwork)
     server.daemon_threads = True
     Clockwork.running = Clockwork.most = 0
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import transformers as T
 
 from tests.kit import tiny
@@ -159,7 +160,9 @@ def theirs(shapes: dict[str, Shape], paths: dict[str, Path], gib: int) -> dict[s
 @pytest.mark.engine
 @pytest.mark.slow
 def test_plan_is_what_vllm_logs(tmp_path):
-    """All shapes: windows, FP8, short convolutions, Gated DeltaNet, drafts."""
-    paths = {name: folder(shape, tmp_path / str(index)) for index, (name, shape) in enumerate(SHAPES.items())}
-    planned = {name: ours(shape, paths[name], cache_pool.GIB) for name, shape in SHAPES.items()}
-    assert planned == theirs(SHAPES, paths, 1)
+    """All shapes: windows, FP8 where the CPU build has such a cache (AVX-512), short convolutions, Gated DeltaNet, drafts."""
+    fp8 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    shapes = {name: shape for name, shape in SHAPES.items() if fp8 or shape.cache == "auto"}
+    paths = {name: folder(shape, tmp_path / str(index)) for index, (name, shape) in enumerate(shapes.items())}
+    planned = {name: ours(shape, paths[name], cache_pool.GIB) for name, shape in shapes.items()}
+    assert planned == theirs(shapes, paths, 1)
