@@ -88,7 +88,7 @@ def _few_tasks() -> None:
     from lm_eval.tasks._index import TaskIndex
 
     files = TaskIndex._iter_yaml_files
-    TaskIndex._iter_yaml_files = staticmethod(lambda root: files(root / "gsm8k" * (root / "gsm8k").is_dir()))
+    TaskIndex._iter_yaml_files = staticmethod(lambda root: files(root / "gsm8k" if (root / "gsm8k").is_dir() else root))
 
 
 _kept: list[Any] = []  # what would undo its changes when it is freed
