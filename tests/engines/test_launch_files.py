@@ -39,9 +39,9 @@ FIELDS += ["max_num_batched_tokens", "mm_encoder_only", "attention_backend"]
 
 
 def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
-    """Its own parser takes the flags of each script, container and of Triton's model.json for what they are meant to be; those
-    of a checkpoint without a target become a whole configuration of the engine."""
-    lines, settings = [], []
+    """Its own parser takes the flags of each script and container for what they are meant to be; those of a checkpoint without
+    a target become a whole configuration of the engine."""
+    lines = []
     cases = {"fp8": "a100", "int8": "b200", "bf16": None}
     for form, machine in cases.items():
         checkpoint = launching.facts(form, machine=machine, weights=10**9, name="demo")
@@ -50,17 +50,13 @@ def test_vllm_accepts_every_flag_of_the_launch_files(tmp_path: Path) -> None:
         roles = ("encode", "prefill-decode", "prefill", "decode")
         lines += [launching.called(serving / "vllm-split.sh", role, STORE=str(tmp_path))[1][1:] for role in roles]
         lines.append([str(tmp_path), *containers.arguments(checkpoint)[3:]])
-        settings.append(json.loads((serving / "triton/demo/1/model.json").read_text()) | {"model": str(DEMO_LLAVA)})
     lines = [[str(DEMO_LLAVA), *flags[1:]] for flags in lines]
-    whole = [len(lines) - 6, len(lines) + 2]  # of the last case: script, Triton
-    job = {"lines": lines, "settings": settings, "fields": FIELDS, "whole": whole}
+    per_case = len(lines) // len(cases)
+    job = {"lines": lines, "fields": FIELDS, "whole": [len(lines) - per_case]}
     (parsed,) = asked("flags", [job])
     assert "error" not in parsed, parsed
-    per_case = len(lines) // len(cases)
     for number, namespace in enumerate(parsed["parsed"]):
-        triton = number >= len(lines)
-        kind, form = (6, list(cases)[number - len(lines)]) if triton else (number % 6, list(cases)[number // per_case])
-        encoding = kind == 1
+        form, encoding = list(cases)[number // per_case], number % per_case == 1
         assert namespace["served_model_name"] in ("'demo'", "['demo']") and namespace["max_model_len"] == "-1"
         assert namespace["limit_mm_per_prompt"] == "{'image': 4, 'video': 0}"
         assert namespace["enable_prefix_caching"] == str(not encoding) and namespace["mm_encoder_only"] == str(encoding)

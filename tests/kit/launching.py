@@ -144,7 +144,7 @@ def called(script: Path, *arguments: str, **environment: str) -> tuple[str, list
     """Run a script with every program replaced by one that prints how it was called: program, arguments, environment."""
     programs = script.parents[1] / "programs"
     programs.mkdir(exist_ok=True)
-    for name in ("vllm", "python3", "lmdeploy", "trtllm-serve", "llama-server"):
+    for name in ("vllm", "python3", "llama-server"):
         (programs / name).write_text(f"#!/bin/sh\nprintf '%s\\0' {name} \"$@\"\nprintf '\\n'\nenv -0\n")
         (programs / name).chmod(0o755)
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Parse `lines`, each the arguments after `vllm serve`, and take `settings`, each arguments of `AsyncEngineArgs`.
+    """Parse `lines`, each the arguments after `vllm serve`.
 
     The result has for each what vLLM keeps of the names in `fields`, as text. Those of the numbers in `whole` are made into
     configurations of the engine, too, which reads their model.
@@ -25,7 +25,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         parsed = parser.parse_args(["--model", model, *flags])
         validate_parsed_serve_args(parsed)
         refused.append(AsyncEngineArgs.from_cli_args(parsed))
-    refused += [AsyncEngineArgs(**settings) for settings in job["settings"]]
     parsed = [{name: repr(getattr(args, name)) for name in job["fields"]} for args in refused]
     for number in job["whole"]:
         refused[number].create_engine_config()  # which fills in defaults

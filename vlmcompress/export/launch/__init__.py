@@ -63,8 +63,7 @@ def commands(facts: LoadFacts) -> list[tuple[str, str, str]]:
 
 def command(name: str, facts: LoadFacts) -> str:
     """The command that uses the files of an entry, run in the checkpoint's folder."""
-    line = LAUNCHERS[name].command
-    return line.format(resource=facts.resource) if isinstance(line, str) else line(facts)
+    return LAUNCHERS[name].command.format(resource=facts.resource)
 
 
 def _loading(facts: LoadFacts) -> dict[str, Launcher]:

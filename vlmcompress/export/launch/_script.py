@@ -35,7 +35,6 @@ def execute(command: str, flags: Sequence[str], *raw: str) -> str:
     return " \\\n  ".join([f"exec {command}", *parts, *raw, '"$@"'])
 
 
-def address(port: int, prefix: str = "--") -> str:
+def address(port: int) -> str:
     """Flags of host and port, which the shell expands: this machine only, unless HOST says otherwise."""
-    host = "--host" if prefix == "--" else f"{prefix}name"
-    return f'{host} "${{HOST:-127.0.0.1}}" {prefix}port "${{PORT:-{port}}}"'
+    return f'--host "${{HOST:-127.0.0.1}}" --port "${{PORT:-{port}}}"'

@@ -1,10 +1,9 @@
 """The launch files by name: which engine they start, how they were checked, and what writes them.
 
 Servers that only differ in their flags are rows of `SERVERS`. No flag is guessed. They were read in SGLang 0.5.23
-(`srt/arg_groups/fields`), LMDeploy 0.18.0 (`cli/serve.py`), TensorRT-LLM (`cli/serve.py`,
-`docs/source/models/supported-models.md`, `features/guided-decoding.md`, snapshots of 2026) on 2026-11-22, in llama.cpp
-(`common/arg.cpp`) on 2026-11-25 and Ollama (`docs/modelfile.mdx`, `parser/parser.go`) on 2026-11-27; vLLM's and its
-containers' sources stand in `vllm` and `containers`. What an engine reads of a checkpoint is `export.readers`' to say.
+(`srt/arg_groups/fields`) on 2026-11-22, in llama.cpp (`common/arg.cpp`) on 2026-11-25 and Ollama (`docs/modelfile.mdx`,
+`parser/parser.go`) on 2026-11-27; vLLM's and its containers' sources stand in `vllm` and `containers`. What an engine reads
+of a checkpoint is `export.readers`' to say.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-
-import yaml
 
 from vlmcompress.export.launch import containers, vllm
 from vlmcompress.export.launch._script import address, execute, script
@@ -30,8 +27,7 @@ class Launcher:
         title: the engine's display name, with the version that the files are for.
         checked: how the files were checked.
         files: facts -> path relative to `serve/` -> text.
-        command: the command that uses them, run in the checkpoint's folder, in which `{resource}` stands for the name, or
-            a function that returns it.
+        command: the command that uses them, run in the checkpoint's folder, in which `{resource}` stands for the name.
         gpus: whether the files are only for NVIDIA GPUs.
         problem: why there are no files although the engine loads the checkpoint, as the end of a sentence.
     """
@@ -40,7 +36,7 @@ class Launcher:
     title: str
     checked: str
     files: Callable[[LoadFacts], Mapping[str, str]]
-    command: str | Callable[[LoadFacts], str]
+    command: str
     gpus: bool = False
     problem: Callable[[LoadFacts], str | None] = lambda facts: None
 
@@ -50,8 +46,7 @@ class Server:
     """An engine's server: its title, how its flags were checked, and its flags.
 
     `start` is in shell syntax; `flags` for every checkpoint; then by name the engine's own for the context length, an FP8
-    cache, the number of GPUs and running the checkpoint's code, empty where it has none; `options`: text that the shell
-    expands; the `port`, and the beginning of the flags of host and port.
+    cache, the number of GPUs and running the checkpoint's code, empty where it has none.
     """
 
     title: str
@@ -63,11 +58,8 @@ class Server:
     cache: tuple[str, ...] = ()
     gpus: str = ""
     code: str = ""
-    options: tuple[str, ...] = ()
-    prefix: str = "--"
 
 
-_BY_HAND = "flags read by {}'s own parser and source, by hand on 2026-11-22; not run"
 SERVERS = {
     "llamacpp": Server(
         "llama.cpp",
@@ -83,23 +75,9 @@ SERVERS = {
             ),
         ],
     ),
-    "lmdeploy": Server(
-        "LMDeploy 0.18.0",
-        _BY_HAND.format("LMDeploy 0.18.0"),
-        'lmdeploy serve api_server "$MODEL"',
-        23333,
-        lambda facts: [
-            *("--backend", "turbomind", "--model-name", facts.name, "--enable-prefix-caching"),
-            *(["--model-format", facts.method] if facts.method else []),
-        ],
-        length="--session-len",
-        gpus="--tp",
-        code="--trust-remote-code",
-        prefix="--server-",
-    ),
     "sglang": Server(  # radix (prefix) caching and structured output are on by default
         "SGLang 0.5.23",
-        _BY_HAND.format("SGLang 0.5.23"),
+        "flags read by SGLang 0.5.23's own parser and source, by hand on 2026-11-22; not run",
         'python3 -m sglang.launch_server --model-path "$MODEL"',
         30000,
         lambda facts: [
@@ -114,19 +92,7 @@ SERVERS = {
         gpus="--tp-size",
         code="--trust-remote-code",
     ),
-    "tensorrt-llm": Server(
-        "TensorRT-LLM",
-        "options checked against TensorRT-LLM's source by hand on 2026-11-22, not run",
-        'trtllm-serve "$MODEL" --backend pytorch',
-        8000,
-        length="--max_seq_len",
-        gpus="--tp_size",
-        code="--trust_remote_code",
-        options=('--config "$(dirname -- "$0")/tensorrt-llm.yaml"',),
-    ),
 }
-NO_REUSE = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
-"""Architectures that TensorRT-LLM's table of features says No or N/A to KV cache reuse of, and not Yes to chunked prefill."""
 
 # There is no TEMPLATE: since 0.30 Ollama runs `llama-server`, which renders chats by the template in model.gguf.
 _MODELFILE = """# {name} in Ollama. Written by vlmcompress; edit it freely.
@@ -170,18 +136,8 @@ def _server(name: str, facts: LoadFacts) -> dict[str, str]:
     flags += server.cache if facts.kv_fp8 else ()
     flags += [server.gpus, str(facts.gpus)] if server.gpus and facts.gpus > 1 else []
     flags += [server.code] if server.code and facts.code else []
-    command = execute(server.start, flags, *server.options, address(server.port, server.prefix))
-    texts = {f"{name}.sh": script(f"{facts.name} in {server.title}", command)}
-    if name == "tensorrt-llm":
-        reuse = facts.architecture not in NO_REUSE
-        options = {
-            "kv_cache_config": {"enable_block_reuse": reuse, "free_gpu_memory_fraction": 0.9},
-            "enable_chunked_prefill": reuse,
-            "guided_decoding_backend": "xgrammar",
-        }
-        text = "# Options of trtllm-serve --config; the type of the KV cache is read from config.json.\n"
-        texts["tensorrt-llm.yaml"] = text + yaml.safe_dump(options, sort_keys=False)
-    return texts
+    command = execute(server.start, flags, address(server.port))
+    return {f"{name}.sh": script(f"{facts.name} in {server.title}", command)}
 
 
 def _ollama(facts: LoadFacts) -> dict[str, str]:
@@ -223,14 +179,6 @@ _LAUNCHERS = {
         "run by our tests in openvino_genai 2026.4 on a CPU",
         lambda facts: {_OPENVINO: _SCRIPT.format(name=facts.name, file=_OPENVINO)},
         f'python serve/{_OPENVINO} "What is shown?" IMAGE',
-    ),
-    "triton": Launcher(
-        "vllm",
-        "Triton's vLLM backend",
-        "model.json read by vLLM 0.32's EngineArgs in our tests, config.pbtxt by hand; not run",
-        containers.triton,
-        containers.triton_command,
-        gpus=True,
     ),
     "vllm": Launcher("vllm", vllm.TITLE, "executed by our tests on vLLM's CPU build", vllm.scripts, "sh serve/vllm.sh"),
     "vllm-split": Launcher(

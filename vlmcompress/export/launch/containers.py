@@ -1,15 +1,11 @@
-"""vLLM in containers: Docker Compose, Kubernetes, and Triton Inference Server with its vLLM backend.
+"""vLLM in containers: Docker Compose and Kubernetes.
 
 Compose asks for GPUs by `deploy.resources.reservations.devices`. On Kubernetes a Deployment has GPU limits and a probe on
-`/health`, and the checkpoint comes from a PersistentVolumeClaim. Triton's files are those of the backend's sample
-(triton-inference-server/vllm_backend at 8de0c14, `samples/model_repository`, `src/model.py`): inputs, outputs and the decoupled
-policy are filled in by the backend, and `model.json` holds arguments of vLLM's `AsyncEngineArgs`; a vLLM older than 0.32 may
-not know one.
+`/health`, and the checkpoint comes from a PersistentVolumeClaim.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import yaml
@@ -34,17 +30,6 @@ _KUBERNETES = """# {name} in vLLM on Kubernetes, for `kubectl apply -f serve/kub
 # addresses, put the allowed hosts in the place of {nowhere}.{image}
 """
 _BUILD = "\n# Build serve/Dockerfile, push it to where the cluster pulls from, and name it below."
-_PBTXT = """# {name} in Triton Inference Server, backend vLLM. Written by vlmcompress.
-# Inputs and outputs are the backend's own.
-name: "{name}"
-backend: "vllm"
-instance_group [
-  {{
-    count: 1
-    kind: KIND_MODEL
-  }}
-]
-"""
 
 
 def image(facts: LoadFacts) -> str:
@@ -116,22 +101,3 @@ def kubernetes(facts: LoadFacts) -> dict[str, str]:
         {"apiVersion": "v1", "kind": "Service", "metadata": dict(name), "spec": service},
     )
     return {"kubernetes.yaml": head + yaml.safe_dump_all(documents, sort_keys=False)}
-
-
-def triton(facts: LoadFacts) -> dict[str, str]:
-    """A folder for `tritonserver --model-repository` of one model; the checkpoint is expected at `/model`."""
-    settings = {"model": "/model", **vllm.settings(facts), "max_model_len": -1, "disable_log_stats": False}
-    folder = f"triton/{facts.resource}"
-    return {
-        f"{folder}/config.pbtxt": _PBTXT.format(name=facts.resource),
-        f"{folder}/1/model.json": json.dumps(settings, indent=2) + "\n",
-    }
-
-
-def triton_command(facts: LoadFacts) -> str:
-    """The line that starts it in a container; the version of the image is left to the user."""
-    variables = "".join(f" -e {key}={value}" for key, value in vllm.environment(facts).items())
-    start = "tritonserver --model-repository /model/serve/triton"
-    start = f"sh -c 'pip install vlmcompress && {start}'" if facts.reducer else start
-    place = "nvcr.io/nvidia/tritonserver:$TRITON-vllm-python-py3"
-    return f'docker run --gpus all --rm --shm-size 2g -p 127.0.0.1:8000:8000{variables} -v "$PWD":/model:ro {place} {start}'

@@ -40,8 +40,9 @@ _STORED = (
 )
 
 
-def settings(facts: LoadFacts) -> dict[str, Any]:
-    """Values of vLLM's `EngineArgs` for the checkpoint, for flags and for Triton's model.json."""
+def flags(facts: LoadFacts, left_out: Collection[str] = ()) -> list[str]:
+    """Flags of `vllm serve` for the checkpoint, without its path, host and port, and without those that are left out (by their
+    names in `EngineArgs`)."""
     values: dict[str, Any] = {
         "served_model_name": facts.name,
         "dtype": "auto",
@@ -57,13 +58,8 @@ def settings(facts: LoadFacts) -> dict[str, Any]:
         values["tensor_parallel_size"] = facts.gpus
     if facts.code:
         values["trust_remote_code"] = True
-    return values
-
-
-def flags(facts: LoadFacts, left_out: Collection[str] = ()) -> list[str]:
-    """Flags of `vllm serve` for the checkpoint, without its path, host and port and some of its `settings`."""
     flags = []
-    for key, value in ((key, value) for key, value in settings(facts).items() if key not in left_out):
+    for key, value in ((key, value) for key, value in values.items() if key not in left_out):
         text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
         flags += [f"--{key.replace('_', '-')}", *text]
     if facts.reducer and facts.reducer.takes_shares:
