@@ -12,6 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kit import tiny
+from tests.kit.float_models import edit
+from tests.kit.published import with_real_limits
 from vlmcompress import cli
 
 
@@ -75,6 +77,17 @@ def test_a_cache_of_a_given_size(models, capsys):
     assert {row["cache_space"] for row in single["formats"] if row["fits"]} == {2**30}
     assert single["memory"]["token_bytes"] == 2 * eight["memory"]["token_bytes"]
     assert eight["quantize"].count("--kv-cache fp8") == 1 and any("calibrates" in note for note in eight["notes"])
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-unified"])
+def test_two_limits_that_differ_are_named(family, tmp_path, capsys):
+    """vLLM takes Gemma 4's from config.json, the processor has its own; `resize` sets both."""
+    folder = with_real_limits(family, tiny.build(family, tmp_path / "model"))
+    for limit, code in ((280, 0), (70, 2)):
+        edit(folder, "config.json", vision_config={"default_output_length": limit, "num_soft_tokens": limit})
+        assert cli.main(["check", str(folder), "--scheme", "rtn", "--set", "options.group_size=64"]) == code
+        assert ("70 in vision_config, which vLLM counts by" in capsys.readouterr().out) is (code == 2)
+    assert cli.main(["check", str(folder), "--scheme", "none", "--reduce", "resize:tokens=140"]) == 0
 
 
 def test_a_processor_that_allows_far_more_than_the_card_recommends(tmp_path, capsys):

@@ -64,11 +64,11 @@ def sizes(processor: Any, read_by_vllm: str = "default_output_length") -> list[I
     vLLM takes it from config.json (`gemma4_mm.py::_compute_num_soft_tokens`), entry `read_by_vllm` of `vision_config`.
     """
     now = processor.image_processor.max_soft_tokens
+    smaller = [budget for budget in (70, 140, 280, 560, 1120) if budget < now]
     return [
         ImageSetting(budget, {"max_soft_tokens": budget}, {"vision_config": {read_by_vllm: budget}})
-        for budget in (70, 140, 280, 560, 1120)
-        if budget < now
-    ] + [ImageSetting(now)]
+        for budget in smaller
+    ] + [ImageSetting(now, config={"vision_config": {read_by_vllm: now}})]
 
 
 def vllm_differs(config: Mapping[str, Any], cpu: bool) -> str | None:

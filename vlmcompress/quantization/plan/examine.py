@@ -72,7 +72,7 @@ def examine(recipe: Recipe, engine: str | None = None) -> Examined:
         return Examined([*report, Check("model", False, str(error))])
     report.append(Check("model", True, f"family {plan.source.spec.family}, {size(plan.bytes_before)} of weights"))
     report += _format(plan, engine)
-    report += _processor(recipe, plan.source.spec)
+    report += _processor(plan, engine)
     report += _vocabulary(plan)
     lines = [*models.asides(recipe.model), *adapter.notes(recipe.model, recipe.adapter), *models.cast_text(plan.source)]
     lines += models.unused_text(plan.source)
@@ -173,9 +173,10 @@ def _names(plan: Plan, engine: str) -> list[Check]:
     return [Check("names", True, "vLLM finds every tensor by its name")] if engine == "vllm" else []
 
 
-def _processor(recipe: Recipe, spec: models.ModelSpec) -> list[Check]:
-    """Whether tokenizer and image processor load, and whether images may be far larger than the model's card recommends."""
-    folder = recipe.inputs_folder
+def _processor(plan: Plan, engine: str) -> list[Check]:
+    """Whether tokenizer and image processor load, whether vLLM counts as many tokens of an image as the processor makes, and
+    whether images may be far larger than the model's card recommends."""
+    folder, spec, config = plan.recipe.inputs_folder, plan.source.spec, plan.source.meta_model.config
     groups = (
         ("tokenizer.json", "tokenizer.model", "vocab.json"),
         ("processor_config.json", "preprocessor_config.json"),
@@ -188,9 +189,17 @@ def _processor(recipe: Recipe, spec: models.ModelSpec) -> list[Check]:
             processor = models.load_processor(folder)
     except UserError as error:
         return [Check("processor", False, str(error))]
-    note = None if recipe.resize else resizing.ceiling_note(spec, processor)
-    fine = Check("processor", True, "tokenizer and image processor are there")
-    return [fine, Check("image size", True, note)] if note else [fine]
+    report = [Check("processor", True, "tokenizer and image processor are there")]
+    if plan.recipe.resize or spec.images.sizes is None:
+        return report
+    now = resizing.image_settings(spec, processor)[-1]
+    for part, name, value in ((part, *entry) for part, entries in now.config.items() for entry in entries.items()):
+        if engine == "vllm" and (read := getattr(getattr(config, part), name)) != value:
+            text = f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} tokens"
+            text += " of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
+            report.append(Check("image size", False, text))
+    note = resizing.ceiling_note(spec, processor)
+    return [*report, Check("image size", True, note)] if note else report
 
 
 def _vocabulary(plan: Plan) -> list[Check]:
