@@ -195,8 +195,12 @@ def _processor(plan: Plan, engine: str) -> list[Check]:
     now = resizing.image_settings(spec, processor)[-1]
     for part, name, value in ((part, *entry) for part, entries in now.config.items() for entry in entries.items()):
         if engine == "vllm" and (read := getattr(getattr(config, part), name)) != value:
-            text = f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} tokens"
-            text += " of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
+            text = (
+                f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} "
+            )
+            text += (
+                "tokens of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
+            )
             report.append(Check("image size", False, text))
     note = resizing.ceiling_note(spec, processor)
     return [*report, Check("image size", True, note)] if note else report
