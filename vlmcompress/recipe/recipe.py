@@ -134,7 +134,7 @@ class Bits(_Frozen):
     @classmethod
     def _rule(cls, name: str) -> str:
         if name not in RULES:
-            raise ValueError(f"should be one of {', '.join(RULES)}{did_you_mean(name, RULES)}")
+            raise ValueError(f"should be one of {', '.join(RULES)}")
         return name
 
     @model_validator(mode="after")
