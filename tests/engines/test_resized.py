@@ -83,6 +83,24 @@ def test_other_families_resize_like_transformers(tmp_path):
         check(folders[family], record)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tokens", "settings"),
+    [("qwen2-5-vl", 4, {"max_pixels": 4 * 28 * 28}), ("gemma4", 70, {"max_soft_tokens": 70})],
+)
+def test_a_request_sets_the_processors_limit(family, tokens, settings, tmp_path):
+    """Up and down: the checkpoint of one limit answers as that of the other where the request has its setting."""
+    larger = with_real_limits(family, build(family, tmp_path / "larger"))
+    quantize(Recipe.of(larger, tmp_path / "smaller", scheme="none", reduce=f"resize:tokens={tokens}"))
+    up = {"max_pixels": 512 * 28 * 28} if family == "qwen2-5-vl" else {"max_soft_tokens": 280}
+    folders = [larger, tmp_path / "smaller"]
+    plain, asking = vllm_answers.jobs(folders), vllm_answers.jobs(folders)
+    for job, processor in zip(asking, (settings, up), strict=True):
+        job["processor"] = processor
+    answers = [record.get("answers", record) for record in asked("answers", plain + asking)]
+    assert answers[:2] == answers[:1:-1] and answers[0] != answers[1], answers
+
+
 def test_a_reducer_acts_on_what_the_smaller_image_has(folders, served):
     """Half of its tokens are left in vLLM's prompt."""
     assert "error" not in served[STAGES], served[STAGES]["error"]

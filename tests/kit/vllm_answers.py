@@ -16,7 +16,7 @@ from tests.kit.inputs import QUESTION, images
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """`{"folder", "max_tokens"}` -> prompt and generated tokens for one and two images, linear modules, fused layers, scales.
 
-    Scales are those of each attention's keys and values.
+    Scales are those of each attention's keys and values. `processor`: settings of the image processor in the requests.
     """
     from vllm import LLM, SamplingParams
 
@@ -34,7 +34,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for count in (1, 2):
         parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images(count)]
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
-        (out,) = llm.chat(messages, sampling, use_tqdm=False)
+        (out,) = llm.chat(messages, sampling, use_tqdm=False, mm_processor_kwargs=job.get("processor"))
         answers.append({"prompt": list(out.prompt_token_ids), "answer": list(out.outputs[0].token_ids)})
     (about,) = llm.apply_model(describe)
     return {"answers": answers, **about}
