@@ -130,9 +130,7 @@ def with_real_limits(family: str, folder: Path) -> Path:
         name = next(
             name for name in tensors if name.endswith(("position_embedding_table", "vision_embedder.pos_embedding"))
         )
-        axis = (
-            tensors[name].shape.index(2) ^ 1
-        )  # tables of x and y are stacked before the rows, without a tower after them
+        axis = tensors[name].shape.index(2) ^ 1  # x and y come before the rows; without a tower after them
         copies = [tensors[name].roll(shift, axis) for shift in range(POSITIONS // tensors[name].shape[axis])]
         save_file(tensors | {name: torch.cat(copies, axis)}, folder / "model.safetensors", metadata={"format": "pt"})
     if "image_grid_pinpoints" in limits:

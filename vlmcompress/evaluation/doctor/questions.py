@@ -147,8 +147,8 @@ def scaled_size(folder: Path, width: int, height: int) -> tuple[int, int] | None
             return None
         if patch and merge:
             size = pieces[0].columns * patch * merge, pieces[0].rows * patch * merge
-        elif (square := images_of.crop_size or images_of.size) and square["height"]:
-            size = square["width"], square["height"]
+        elif getattr(square := _setting(images_of, "crop_size", "size"), "height", None):
+            size = square.width, square.height
         else:
             return None
         if size == (width, height) or max(size) > 200 * min(size):  # Qwen's processors refuse longer ones
@@ -157,7 +157,7 @@ def scaled_size(folder: Path, width: int, height: int) -> tuple[int, int] | None
     return size if max(size) <= 200 * min(size) else None
 
 
-def _setting(images_of: Any, *names: str) -> int | None:
+def _setting(images_of: Any, *names: str) -> Any:
     """What an image processor has under the first of these names that it has."""
     return next((value for name in names if (value := getattr(images_of, name, None))), None)
 

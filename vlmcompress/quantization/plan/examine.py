@@ -196,10 +196,8 @@ def _processor(plan: Plan, engine: str) -> list[Check]:
     for part, name, value in ((part, *entry) for part, entries in now.config.items() for entry in entries.items()):
         if engine == "vllm" and (read := getattr(getattr(config, part), name)) != value:
             text = (
-                f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} "
-            )
-            text += (
-                "tokens of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
+                f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} tokens "
+                "of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
             )
             report.append(Check("image size", False, text))
     note = resizing.ceiling_note(spec, processor)
