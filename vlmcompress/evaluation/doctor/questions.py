@@ -151,10 +151,12 @@ def scaled_size(folder: Path, width: int, height: int) -> tuple[int, int] | None
             size = square.width, square.height
         else:
             return None
-        if size == (width, height) or max(size) > 200 * min(size):  # Qwen's processors refuse longer ones
+        if max(size) > 200 * min(size):  # Qwen's processors refuse longer ones
+            return None
+        if size == (width, height):
             break
         width, height = size
-    return size if max(size) <= 200 * min(size) else None
+    return size
 
 
 def _setting(images_of: Any, *names: str) -> Any:

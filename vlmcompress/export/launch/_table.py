@@ -45,8 +45,8 @@ class Launcher:
 class Server:
     """An engine's server: its title, how its flags were checked, and its flags.
 
-    `start` is in shell syntax; `flags` for every checkpoint; then by name the engine's own for the context length, an FP8
-    cache, the number of GPUs and running the checkpoint's code, empty where it has none.
+    `start` is in shell syntax; `port` the default one; `flags` for every checkpoint; then by name the engine's own for the
+    context length, an FP8 cache, the number of GPUs and running the checkpoint's code, empty where it has none.
     """
 
     title: str

@@ -193,10 +193,10 @@ def _processor(plan: Plan, engine: str) -> list[Check]:
     if plan.recipe.resize or spec.images.sizes is None:
         return report
     now = resizing.image_settings(spec, processor)[-1]
-    for part, name, value in ((part, *entry) for part, entries in now.config.items() for entry in entries.items()):
-        if engine == "vllm" and (read := getattr(getattr(config, part), name)) != value:
+    for where, part, name, value in resizing.config_entries(now, config):
+        if engine == "vllm" and (read := getattr(part, name)) != value:
             text = (
-                f"config.json has {name} {read} in {part}, which vLLM counts by, and the processor makes up to {value} tokens "
+                f"config.json has {name} {read} in {where}, which vLLM counts by, and the processor makes up to {value} tokens "
                 "of an image: vLLM drops some, or dies; set both to the same, as --reduce resize:tokens=N does"
             )
             report.append(Check("image size", False, text))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,20 @@ def settle(spec: ModelSpec, processor: Any, prompts: Sequence[Sizes], resize: Re
     return resize.model_copy(update={"tokens": every[place].tokens})
 
 
+def config_entries(setting: ImageSetting, config: Any) -> Iterator[tuple[str, Any, str, Any]]:
+    """What changes along with a setting in a loaded config: its part's name and that part, an entry's name, and its value."""
+    for key, value in setting.config.items():
+        where, part = (key, getattr(config, key)) if isinstance(value, Mapping) else ("config.json", config)
+        for name, entry in (value if isinstance(value, Mapping) else {key: value}).items():
+            yield where, part, name, entry
+
+
 def resized(vlm: VLM, resize: Resize) -> VLM:
     """The model with the processor for a `Resize` with `tokens`; its config is adapted in place."""
     setting = choose_setting(vlm.spec, vlm.processor, resize)
     config = vlm.model.config
-    for key, value in setting.config.items():
-        part, entries = (getattr(config, key), value) if isinstance(value, Mapping) else (config, {key: value})
-        for name, entry in entries.items():
-            setattr(part, name, entry)
+    for _, part, name, value in config_entries(setting, config):
+        setattr(part, name, value)
     return dataclasses.replace(vlm, processor=setting.applied(vlm.processor))
 
 
